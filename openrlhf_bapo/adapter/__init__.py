@@ -1,0 +1,1 @@
+"""OpenRLHF's seams, one file a seam; the only place that imports openrlhf."""

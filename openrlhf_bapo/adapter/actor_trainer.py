@@ -1,0 +1,164 @@
+"""OpenRLHF's ActorPPOTrainer with BAPO's loss, bounds per optimizer step, and its metrics.
+
+Importing this module puts both of its classes into their seams in `openrlhf.trainer.ray.ppo_actor`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.utils.vlm_utils import merge_mm_train_inputs
+from torch.utils.data import DataLoader
+
+from openrlhf_bapo.adapter.flags import clip_config_from_args
+from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
+from openrlhf_bapo.core.clip_bounds import ClipBounds
+
+
+class UpdateWindowLoader(DataLoader):
+    """A loader of micro-batches that shows its dataset each optimizer step's window before the window's first one.
+
+    In place of the `DataLoader` that `ActorPPOTrainer.ppo_train` builds over its replay buffer. The dataset's
+    `before_update(window)` is called with the window, a list of micro-batches; without such an attribute this is a
+    plain DataLoader.
+    """
+
+    def __iter__(self) -> Iterator[Experience]:
+        micro_batches = super().__iter__()
+        if not hasattr(self.dataset, "before_update"):
+            return micro_batches
+        return self._windows(micro_batches)
+
+    def _windows(self, micro_batches: Iterator[Experience]) -> Iterator[Experience]:
+        ends = self.dataset.update_ends(len(self))
+        window = []
+        for micro_batch, end in zip(micro_batches, ends, strict=True):
+            window.append(micro_batch)
+            if end:
+                self.dataset.before_update(window)
+                yield from window
+                window = []
+
+
+class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
+    """Upstream's trainer of one data-parallel rank; with `--policy_loss bapo` the bounds follow every update.
+
+    With `--bapo.scope update` the bounds come from all micro-batches of an optimizer step on all data-parallel ranks.
+    One micro-batch a step: the loss finds them from the ratios it computes anyway. More: their ratios come from a
+    forward without gradient over the window, except in the first step after fresh rollouts, whose denominators the
+    same weights have just computed, so that every ratio is 1.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.policy_loss != "bapo":
+            return
+        bapo = self.args.bapo
+        self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
+            self.actor_loss_fn,
+            clip_config=clip_config_from_args(bapo),
+            token_weight=bapo.token_weight,
+            group=self.strategy.ds_device_mesh["dp"].get_group(),
+        )
+        if bapo.scope == "update":
+            self.replay_buffer.update_ends = self._update_ends
+            self.replay_buffer.before_update = self._before_update
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, to its status."""
+        if self.args.policy_loss != "bapo":
+            return super().ppo_train(kl_ctl)
+        self._is_first_update = True
+        self._ratio_forward_timers = []
+        status = super().ppo_train(kl_ctl)
+        found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
+        if found:
+            status.update(_bapo_metrics(found))
+        if self.args.bapo.scope == "update":
+            status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+        return status
+
+    def _update_ends(self, num_micro_batches: int) -> list[bool]:
+        """For every micro-batch of one epoch, whether it is the last of its optimizer step's window."""
+        if self.args.train.dynamic_batch_enable:
+            return [bool(end) for end in self.replay_buffer.dynamic_optimizer_step]
+        # As loss_utils.iter_grad_accum_global_norm cuts them, a shorter last window included.
+        accumulated = max(self.strategy.accumulated_gradient, 1)
+        return [(i + 1) % accumulated == 0 or i + 1 == num_micro_batches for i in range(num_micro_batches)]
+
+    @torch.no_grad()
+    def _before_update(self, window: list[Experience]) -> None:
+        ratio_is_one, self._is_first_update = self._is_first_update, False
+        if len(window) == 1:
+            self.actor_loss_fn.set_bounds(None)
+            return
+        if not ratio_is_one:
+            self._ratio_forward_timers.append(timer := _Timer())
+        tally = None
+        for experience in window:
+            experience.to_device(torch.cuda.current_device())
+            behaviour = experience.action_log_probs
+            log_probs = behaviour if ratio_is_one else self._action_log_probs(experience)
+            part = self.actor_loss_fn.tally(log_probs, behaviour, experience.advantages, experience.action_mask)
+            tally = part if tally is None else tally + part
+        if not ratio_is_one:
+            timer.stop()
+        self.actor_loss_fn.set_bounds(tally)
+
+    def _action_log_probs(self, experience: Experience) -> torch.Tensor:
+        """log pi_theta of a micro-batch's action tokens, [batch, actions]; as PolicyModelActor.forward computes it."""
+        mm_inputs = {}
+        if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
+            mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
+        self.actor.eval()
+        log_probs = self.actor(
+            experience.sequences,
+            experience.action_mask,
+            attention_mask=experience.attention_mask,
+            ring_attn_group=self.strategy.ring_attn_group,
+            **mm_inputs,
+        )
+        self.actor.train()
+        return log_probs
+
+
+class _Timer:
+    """Seconds that a device spent between construction and `stop`; read late, it stalls no GPU on the way."""
+
+    def __init__(self) -> None:
+        self._events = [self._now()]
+
+    def stop(self) -> None:
+        self._events.append(self._now())
+
+    def seconds(self) -> float:
+        start, end = self._events
+        if isinstance(start, float):
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    @staticmethod
+    def _now() -> "float | torch.cuda.Event":
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _bapo_metrics(found: list[ClipBounds]) -> dict[str, float]:
+    names = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
+    means = torch.stack([torch.stack([getattr(b, f.name).double() for f in fields(ClipBounds)]) for b in found])
+    # nanmean: an update without any token to balance has no share.
+    return {
+        f"bapo/{names.get(f.name, f.name)}": mean
+        for f, mean in zip(fields(ClipBounds), means.nanmean(0).tolist(), strict=True)
+    }
+
+
+ppo_actor.ActorPPOTrainer = BapoActorTrainer
+ppo_actor.DataLoader = UpdateWindowLoader

@@ -1,0 +1,172 @@
+"""What lets OpenRLHF, DeepSpeed and vLLM run where there is no CUDA; does nothing where there is.
+
+OpenRLHF calls CUDA by name. Here each of those places gets its CPU meaning, by a hook after the import of the module it
+stands in. Every process decides for itself, once it has loaded torch: a driver without a GPU may steer workers that
+have one.
+"""
+
+import functools
+import os
+from argparse import Namespace
+from types import ModuleType
+
+import wrapt
+
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",  # processes share the cores
+    "TORCHDYNAMO_DISABLE": "1",  # compiling costs more than a laptop's runs gain
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB an engine
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # spares a process that imports vLLM again
+}
+"""Environment of every process; what the user has set wins."""
+
+
+def register() -> None:
+    """Register the hooks; they act in processes where torch finds no CUDA."""
+    wrapt.register_post_import_hook(_activate_without_cuda, "torch")
+
+
+def _activate_without_cuda(torch: ModuleType) -> None:
+    if torch.cuda.is_available():
+        return
+    from openrlhf_bapo.adapter.cpu import flash_attn
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    flash_attn.install()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    for name in ("current_stream", "empty_cache", "set_device", "synchronize"):
+        # One function each: torch.compile keeps a table of them and wants no two entries alike.
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    for name, hook in {
+        "deepspeed.comm.torch": _no_compiled_collectives,
+        "openrlhf.utils.deepspeed.deepspeed": _strategy,
+        "openrlhf.utils.distributed_util": _weight_sync_over_gloo,
+        "openrlhf.trainer.ppo_utils.replay_buffer": _replay_buffer_device,
+        "openrlhf.trainer.ray.vllm_worker_wrap": _worker_device,
+        "transformers.modeling_utils": _sdpa_for_flash_attention,
+        "vllm.model_executor.layers.utils": _unpacked_linear_layers,
+    }.items():
+        wrapt.register_post_import_hook(hook, name)
+
+
+def ray_resources(args: Namespace) -> dict[str, int]:
+    """Arguments for a `ray.init` that starts a cluster here: as many pretended GPUs as the run's flags ask for.
+
+    Args:
+        args: flat, names with dots.
+    """
+    values = vars(args)
+    num_actors = values["actor.num_nodes"] * values["actor.num_gpus_per_node"]
+    num_gpus = num_actors + (values["vllm.num_engines"] or 0) * values["vllm.tensor_parallel_size"]
+    for group in ("ref", "reward", "critic"):
+        num_gpus += values[f"{group}.num_nodes"] * values[f"{group}.num_gpus_per_node"]
+    # One CPU a GPU, and two for OpenRLHF's trainer actors: counts for Ray's scheduler, not cores.
+    return {"num_gpus": num_gpus, "num_cpus": num_gpus + 2, "include_dashboard": False}
+
+
+def _no_compiled_collectives(deepspeed_torch: ModuleType) -> None:
+    # DeepSpeed's shared-memory all-reduce is compiled at first use; gloo needs no compiler.
+    deepspeed_torch.build_shm_op = lambda: None
+
+
+def _strategy(deepspeed_strategy: ModuleType) -> None:
+    deepspeed_strategy.init_device_mesh = _on_cpu(deepspeed_strategy.init_device_mesh)
+    strategy = deepspeed_strategy.DeepspeedStrategy
+    get_ds_train_config, moving_average = strategy.get_ds_train_config, strategy.moving_average
+
+    @functools.wraps(get_ds_train_config)
+    def with_torch_adam(self, *args, **kwargs) -> dict:
+        config = get_ds_train_config(self, *args, **kwargs)
+        if config.get("optimizer", {}).get("type") == "AdamW":
+            # The same AdamW; DeepSpeed's would be compiled at first use, for most of a minute.
+            config["optimizer"]["params"]["torch_adam"] = True
+        return config
+
+    strategy.get_ds_train_config = with_torch_adam
+    strategy.moving_average = lambda self, model, ema, beta=0.992, device="cpu": moving_average(self, model, ema, beta)
+
+
+def _on_cpu(function):
+    """`function` with its first argument, a CUDA device, replaced by the CPU."""
+    return lambda _, *args, **kwargs: function("cpu", *args, **kwargs)
+
+
+class _TorchOnCpu(ModuleType):
+    """torch for one module that names "cuda" as its device."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        super().__init__("torch")
+        self._torch = torch
+        self.device = _on_cpu(torch.device)
+
+    def __getattr__(self, name: str):
+        return getattr(self._torch, name)
+
+
+def _replay_buffer_device(replay_buffer: ModuleType) -> None:
+    replay_buffer.torch = _TorchOnCpu(replay_buffer.torch)
+
+
+class _GlooBroadcast:
+    """The one method of vLLM's PyNcclCommunicator that OpenRLHF calls, over gloo."""
+
+    def __init__(self, group) -> None:
+        self._group = group
+
+    def broadcast(self, tensor, src: int, stream=None) -> None:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self._group.broadcast([tensor], options).wait()
+
+
+def _weight_sync_over_gloo(distributed_util: ModuleType) -> None:
+    def stateless_init_process_group(master_address, master_port, rank, world_size, device) -> _GlooBroadcast:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        return _GlooBroadcast(
+            stateless_init_torch_distributed_process_group(master_address, master_port, rank, world_size, "gloo")
+        )
+
+    distributed_util.stateless_init_process_group = stateless_init_process_group
+
+
+def _worker_device(vllm_worker_wrap: ModuleType) -> None:
+    def update_weight(self, name, dtype, shape, empty_cache=False) -> None:
+        import torch
+
+        if dtype != self.model_config.dtype:
+            raise TypeError(f"{name} is sent as {dtype}, the engine holds {self.model_config.dtype}")
+        weight = torch.empty(shape, dtype=dtype)
+        self._model_update_group.broadcast(weight, src=0)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+    vllm_worker_wrap.WorkerWrap.update_weight = update_weight
+
+
+def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
+    # OpenRLHF forces flash_attention_2 with packed samples; sdpa gets its block-diagonal mask from transformers.
+    model = modeling_utils.PreTrainedModel
+    upstream = model._check_and_adjust_attn_implementation
+
+    @functools.wraps(upstream)
+    def check(self, attn_implementation, *args, **kwargs) -> str:
+        if attn_implementation is not None and "flash_attention" in attn_implementation:
+            attn_implementation = "sdpa"
+        return upstream(self, attn_implementation, *args, **kwargs)
+
+    model._check_and_adjust_attn_implementation = check
+
+
+def _unpacked_linear_layers(layers_utils: ModuleType) -> None:
+    # vLLM repacks linear weights for CPU kernels when it loads them, and cannot load into them a second time.
+    def dispatch_cpu_unquantized_gemm(layer, remove_weight: bool) -> None:
+        from torch.nn.functional import linear
+
+        layer.cpu_linear = linear
+
+    layers_utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm

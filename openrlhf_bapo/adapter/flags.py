@@ -1,0 +1,143 @@
+"""Our flags beside OpenRLHF's: definition, checks before anything starts, and the way back to a ClipConfig."""
+
+import argparse
+import sys
+from argparse import Namespace
+from dataclasses import fields, replace
+from typing import NoReturn
+
+from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
+
+POLICY_LOSSES = ("ppo", "gspo", "bapo")
+SCOPES = ("update", "micro_batch")
+TOKEN_WEIGHTS = ("none", "rollout_prob")
+
+# What a preset sets beside its ClipConfig. The released recipe searches per micro-batch and clips dually with c = 3.
+_RELEASED_SCOPE, _RELEASED_DUAL_CLIP = "micro_batch", 3.0
+
+_BOUND_HELP = {
+    "ratio_lower_start": "lower clip bound before any raise, an importance ratio in (0, 1]",
+    "ratio_lower_max": "highest lower clip bound, at most 1",
+    "ratio_lower_step": "one raise of the lower clip bound",
+    "ratio_upper_start": "upper clip bound before any raise, at least 1",
+    "ratio_upper_max": "highest upper clip bound",
+    "ratio_upper_step": "one raise of the upper clip bound",
+}
+
+
+class FlagError(ValueError):
+    """A user's mistake, in one line that names the flag, its value and what is allowed."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add our flags. A default of None means "not given": the preset decides, and `resolve_flags` fills it in."""
+    group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
+    group.add_argument(
+        "--policy_loss",
+        choices=POLICY_LOSSES,
+        default=None,
+        help="bapo: clip bounds found for every update; ppo, gspo: OpenRLHF's own (default: --actor.policy_loss_type)",
+    )
+    group.add_argument("--bapo.preset", choices=tuple(PRESETS), default=None, help="published settings (readme)")
+    group.add_argument(
+        "--bapo.positive_contribution_target",
+        type=float,
+        default=None,
+        help="rho_0, the least share of the objective that positive tokens carry, in (0, 1); released: the least P / N",
+    )
+    for name, text in _BOUND_HELP.items():
+        group.add_argument(f"--bapo.{name}", type=float, default=None, help=text)
+    group.add_argument(
+        "--bapo.contribution",
+        choices=CONTRIBUTIONS,
+        default=None,
+        help="what a token contributes: surrogate (the paper's Eq. 8) or gradient (what its gradient carries)",
+    )
+    group.add_argument(
+        "--bapo.scope",
+        choices=SCOPES,
+        default=None,
+        help="bounds from the whole optimizer step on all ranks, or per micro-batch (as in the released recipe)",
+    )
+    group.add_argument(
+        "--bapo.token_weight",
+        choices=TOKEN_WEIGHTS,
+        default=None,
+        help="weight of a token in the search: none, or its probability at rollout (as the paper writes Eq. 8)",
+    )
+    parser.add_argument(
+        "--eval.at_start",
+        action="store_true",
+        help="also evaluate before the first update, logged as step 0 (sync training)",
+    )
+
+
+def check_flags(argv: list[str]) -> None:
+    """Refuse what is wrong in our flags alone, before OpenRLHF's slow imports; exits with code 2."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = exit_with_one_line
+    add_flags(parser)
+    try:
+        resolve_flags(parser.parse_known_args(argv)[0])
+    except FlagError as error:
+        parser.error(str(error))
+
+
+def resolve_flags(args: Namespace) -> None:
+    """Check our flags and fill in what was not given, in place.
+
+    Args:
+        args: flat, names with dots as argparse leaves them. OpenRLHF's may be missing (see `check_flags`).
+
+    Raises:
+        FlagError: at the first mistake.
+    """
+    values = vars(args)
+    bapo = {name.removeprefix("bapo."): value for name, value in values.items() if name.startswith("bapo.")}
+    given = {name: value for name, value in bapo.items() if value is not None}
+    upstream_loss = values.get("actor.policy_loss_type", "ppo")
+    policy_loss = args.policy_loss or upstream_loss
+
+    if policy_loss != "bapo" and given:
+        name, value = next(iter(given.items()))
+        raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, which is {policy_loss}")
+    if upstream_loss == "gspo" and policy_loss != "gspo":
+        raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
+    if values["eval.at_start"] and values.get("train.async_enable"):
+        raise FlagError("--eval.at_start: allowed only without --train.async_enable")
+    args.policy_loss = policy_loss
+    values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
+    if policy_loss != "bapo":
+        return
+
+    if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
+        raise FlagError(
+            "--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss bapo, which finds the clip "
+            "bounds between --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max"
+        )
+    preset = given.pop("preset", "readme")
+    scope = given.pop("scope", _RELEASED_SCOPE if preset == "released" else "update")
+    token_weight = given.pop("token_weight", "none")
+    try:
+        config = replace(ClipConfig.preset(preset), **given)
+    except ValueError as error:
+        raise FlagError(f"--bapo.{error}") from None
+
+    if preset == "released" and values.get("actor.dual_clip") is None:
+        values["actor.dual_clip"] = _RELEASED_DUAL_CLIP
+    if values.get("actor.entropy_coef") is None:
+        values["actor.entropy_coef"] = 0.0  # log the entropy, which BAPO is there to keep; no bonus
+    resolved = {field.name: getattr(config, field.name) for field in fields(config)}
+    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight}
+    values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def clip_config_from_args(bapo: Namespace) -> ClipConfig:
+    """The search's settings from `args.bapo`, as `resolve_flags` left them."""
+    return ClipConfig(**{field.name: getattr(bapo, field.name) for field in fields(ClipConfig)})
+
+
+def exit_with_one_line(message: str) -> NoReturn:
+    """For `parser.error`: argparse would print the usage of 200 flags before the message."""
+    sys.stderr.write(f"openrlhf-bapo: {message}\n")
+    sys.exit(2)

@@ -1,0 +1,113 @@
+"""OpenRLHF's PolicyLoss with clip bounds that are found instead of fixed."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from openrlhf.models import PolicyLoss
+
+from openrlhf_bapo.core.clip_bounds import (
+    ClipBounds,
+    ClipConfig,
+    ContributionTally,
+    solve_clip_bounds,
+    tally_contributions,
+)
+
+TOKEN_WEIGHTS = ("none", "rollout_prob")
+
+
+class BapoPolicyLoss(PolicyLoss):
+    """The clipped surrogate of `PolicyLoss` (openrlhf/models/loss.py) between bounds from BAPO's search.
+
+    Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. The bounds are those set with
+    `set_bounds` for the update; while none are set, every call finds its own from the tokens that it is given, summed
+    over `group`.
+
+    Args:
+        clip_config: the search.
+        token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behaviour(token). The paper writes
+            Eq. 8 with that weight; over sampled tokens it counts the probability twice, so it is not the default.
+        group: data-parallel ranks whose tokens count together; None: this process alone.
+        **kwargs: `PolicyLoss`'s own arguments. Its `clip_eps_low` and `clip_eps_high` are overwritten.
+
+    Raises:
+        ValueError: for a `policy_loss_type` other than "ppo" (BAPO bounds a token's ratio, gspo has a sequence's), or
+            an unknown `token_weight`.
+    """
+
+    def __init__(
+        self,
+        *args,
+        clip_config: ClipConfig,
+        token_weight: str = "none",
+        group: dist.ProcessGroup | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.policy_loss_type != "ppo":
+            raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
+        if token_weight not in TOKEN_WEIGHTS:
+            raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
+        self.clip_config = clip_config
+        self.token_weight = token_weight
+        self.group = group
+        self.found: list[ClipBounds] = []
+        """Every search's result since `found` was last emptied, for the metrics."""
+        self._bounds: ClipBounds | None = None
+
+    @classmethod
+    def from_policy_loss(cls, loss: PolicyLoss, **kwargs) -> "BapoPolicyLoss":
+        """The same loss with BAPO's bounds; upstream keeps every argument under its own name."""
+        arguments = {name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters}
+        return cls(**arguments, **kwargs)
+
+    def set_bounds(self, tally: ContributionTally | None) -> None:
+        """Fix the bounds of the coming update from its tally over this rank; None: each call finds its own."""
+        self._bounds = None if tally is None else self._search(tally)
+
+    def tally(
+        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
+    ) -> ContributionTally:
+        """What the search needs of one micro-batch.
+
+        Args:
+            log_probs: [batch, actions], log pi_theta.
+            old_log_probs: [batch, actions], log pi of the behaviour policy.
+            advantages: [batch, actions].
+            action_mask: [batch, actions], 1 for the response's tokens.
+        """
+        ratio = (log_probs.detach() - old_log_probs).clamp(-20.0, 20.0).exp()  # as PolicyLoss.forward does
+        weight = action_mask.to(ratio.dtype)
+        # The share is one of the objective, where a sequence mean gives a token 1 / length. The released recipe, known
+        # by its P / N target, counts tokens whatever the aggregation.
+        if not self.token_level_loss and self.clip_config.target_kind == "share":
+            weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+        if self.token_weight == "rollout_prob":
+            weight = torch.where(action_mask > 0, weight * old_log_probs.exp(), 0.0)
+        return tally_contributions(ratio, advantages, weight, self.clip_config)
+
+    def forward(
+        self,
+        log_probs: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor | None = None,
+        rollout_log_probs: torch.Tensor | None = None,
+        **loss_batch_info,
+    ) -> tuple:
+        """As `PolicyLoss.forward`, shapes and results alike: (loss, clip ratio, ppo kl, vllm kl, IS filter ratio)."""
+        bounds = self._bounds
+        if bounds is None:
+            mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+            bounds = self._search(self.tally(log_probs, old_log_probs, advantages, mask))
+        # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
+        self.clip_eps_low, self.clip_eps_high = 1 - bounds.lower, bounds.upper - 1
+        return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)
+
+    def _search(self, tally: ContributionTally) -> ClipBounds:
+        if self.group is not None:
+            tally = tally.all_reduce(self.group)
+        bounds = solve_clip_bounds(tally, self.clip_config)
+        self.found.append(bounds)
+        return bounds

@@ -1,0 +1,78 @@
+"""Puts our classes into OpenRLHF's seams, in every process that loads OpenRLHF, as soon as it does.
+
+OpenRLHF has no registry, but looks its parts up by module-level name at run time. A hook after the import of such a
+module replaces the name. Nothing heavy is imported until OpenRLHF imports it itself.
+"""
+
+import functools
+import importlib
+from types import ModuleType
+
+import wrapt
+
+from openrlhf_bapo.adapter import cpu
+
+WORKER_SETUP_HOOK = "openrlhf_bapo.adapter.registration.register"
+"""For `ray.init(runtime_env={"worker_process_setup_hook": ...})`: Ray workers are processes of their own."""
+
+
+@functools.cache
+def register() -> None:
+    """Register with OpenRLHF in this process; cheap, and a second call does nothing.
+
+    Also the entry point in the group `vllm.general_plugins`, which vLLM calls in all of its processes: those that are
+    no Ray workers are reached in no other way.
+    """
+    cpu.register()
+    wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
+    wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
+    wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
+
+
+def _use_actor_trainer(_: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.actor_trainer")  # puts itself in place
+
+
+def _accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
+    """Let every micro-batch of a dynamic batch count.
+
+    OpenRLHF tells DeepSpeed that one micro-batch makes an optimizer step, then runs several backward passes before it
+    steps: ZeRO-1 and 2 overwrite, and only the last one's gradient is left. With DeepSpeed's own counting off,
+    backward adds up until `step()` is called.
+    """
+    strategy = deepspeed_strategy.DeepspeedStrategy
+    upstream = strategy.get_ds_train_config
+
+    @functools.wraps(upstream)
+    def get_ds_train_config(self, *args, **kwargs) -> dict:
+        config = upstream(self, *args, **kwargs)
+        if self.use_dynamic_batch:
+            config["managed_gradient_accumulation"] = False
+        return config
+
+    strategy.get_ds_train_config = get_ds_train_config
+
+
+def _evaluate_at_start(ppo_trainer: ModuleType) -> None:
+    """`--eval.at_start`: OpenRLHF's evaluation once more, before the first update of a new run.
+
+    `fit` calls `init_checkpoint_states` first, when the engines still hold the weights that they were started with.
+    """
+    trainer = ppo_trainer.BasePPOTrainer
+    upstream = trainer.init_checkpoint_states
+
+    @functools.wraps(upstream)
+    def init_checkpoint_states(self) -> dict:
+        states = upstream(self)
+        if getattr(self.args.eval, "at_start", False) and states["global_step"] == 0 and self.eval_dataloader:
+            self.evaluate(
+                0,
+                **self.generate_kwargs
+                | {
+                    "temperature": self.args.eval.temperature,
+                    "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+                },
+            )
+        return states
+
+    trainer.init_checkpoint_states = init_checkpoint_states

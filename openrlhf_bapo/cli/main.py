@@ -1,0 +1,14 @@
+"""The console script `openrlhf-bapo`: one command a file."""
+
+import importlib
+import sys
+
+COMMANDS = {"train": "train_ppo_ray", "progress": "progress", "plot": "plot"}
+
+
+def main() -> None:
+    """Run the command that the first argument names, with the arguments after it."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] not in COMMANDS:
+        sys.exit(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
+    importlib.import_module(f"openrlhf_bapo.cli.{COMMANDS[arguments[0]]}").main(arguments[1:])

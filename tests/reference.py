@@ -1,0 +1,60 @@
+"""Algorithm 1 as a plain loop in Python floats: what the fast search is tested against."""
+
+import math
+
+from openrlhf_bapo import ClipConfig
+
+
+def contributions(tokens, lower: float, upper: float, contribution: str) -> tuple[float, float]:
+    """(P, N) of tokens [(ratio, advantage, weight)] at one pair of bounds."""
+    positive = negative = 0.0
+    for ratio, advantage, weight in tokens:
+        if advantage > 0:
+            if contribution == "surrogate":
+                positive += weight * advantage * min(ratio, upper)
+            elif ratio <= upper:
+                positive += weight * advantage * ratio
+        elif advantage < 0:
+            if contribution == "surrogate":
+                negative += weight * -advantage * max(ratio, lower)
+            elif ratio >= lower:
+                negative += weight * -advantage * ratio
+    return positive, negative
+
+
+def walk(config: ClipConfig):
+    """The path's points (lower, upper), in order."""
+    lower = [config.ratio_lower_start]
+    upper = [config.ratio_upper_start]
+
+    def values(start, stop, step):
+        return [start + k * step for k in range(1, math.floor((stop - start) / step + 1e-6) + 1)]
+
+    yield lower[-1], upper[-1]
+    raises = {
+        "upper": (upper, values(config.ratio_upper_start, config.ratio_upper_max, config.ratio_upper_step)),
+        "lower": (lower, values(config.ratio_lower_start, config.ratio_lower_max, config.ratio_lower_step)),
+    }
+    for side in ("upper", "lower") if config.order == "upper_first" else ("lower", "upper"):
+        bound, raised = raises[side]
+        for value in raised:
+            bound.append(value)
+            yield lower[-1], upper[-1]
+
+
+def search(tokens, config: ClipConfig) -> dict:
+    """The chosen bounds, share there and at the start, and whether the target was reached."""
+    tokens = [token for token in tokens if token[2] > 0]
+    initial = None
+    for lower, upper in walk(config):
+        positive, negative = contributions(tokens, lower, upper, config.contribution)
+        share = positive / (positive + negative) if positive + negative > 0 else math.nan
+        if initial is None:
+            initial = share
+            if math.isnan(share):
+                return dict(lower=lower, upper=upper, positive_share=share, initial_share=share, reached=True)
+        value = share if config.target_kind == "share" else positive / (negative + 1e-8)
+        reached = value >= config.positive_contribution_target
+        if reached:
+            break
+    return dict(lower=lower, upper=upper, positive_share=share, initial_share=initial, reached=reached)

@@ -1,0 +1,52 @@
+"""Hypothesis strategies: search settings and sets of tokens."""
+
+import torch
+from hypothesis import strategies as st
+
+from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, ORDERS, TARGET_KINDS, ClipConfig
+
+
+@st.composite
+def clip_configs(draw, **fixed) -> ClipConfig:
+    """Any valid settings, zero-width ranges and steps that do not divide the range among them."""
+    target_kind = fixed.get("target_kind") or draw(st.sampled_from(TARGET_KINDS))
+    lower = sorted(draw(st.tuples(*[st.floats(0.05, 1.0)] * 2)))
+    upper = sorted(draw(st.tuples(*[st.floats(1.0, 4.0)] * 2)))
+    settings = dict(
+        positive_contribution_target=draw(st.floats(0.01, 0.99) if target_kind == "share" else st.floats(0.01, 5.0)),
+        ratio_lower_start=lower[0],
+        ratio_lower_max=lower[1],
+        ratio_lower_step=draw(st.floats(0.01, 0.5)),
+        ratio_upper_start=upper[0],
+        ratio_upper_max=upper[1],
+        ratio_upper_step=draw(st.floats(0.01, 1.0)),
+        contribution=draw(st.sampled_from(CONTRIBUTIONS)),
+        order=draw(st.sampled_from(ORDERS)),
+        target_kind=target_kind,
+    )
+    return ClipConfig(**settings | fixed)
+
+
+def tokens(min_size=0, max_size=40, **kwargs):
+    """Lists of (ratio, advantage, weight); ratios on both sides of every bound, weights 0 among them."""
+    return st.lists(st.tuples(ratios(), advantages(**kwargs), weights()), min_size=min_size, max_size=max_size)
+
+
+def ratios():
+    """Importance ratios, exactly 1 and far outside among them."""
+    return st.one_of(st.just(1.0), st.floats(0.3, 4.0), st.floats(1e-6, 1e4))
+
+
+def advantages(signs=(-1, 0, 1)):
+    """Advantages of the given signs."""
+    return st.tuples(st.sampled_from(signs), st.floats(0.01, 10.0)).map(lambda pair: pair[0] * pair[1])
+
+
+def weights():
+    """A token's weight: masked, one, or one over its response's length."""
+    return st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 50).map(lambda length: 1 / length))
+
+
+def as_tensors(token_list, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ratio, advantages, mask), each [num_tokens]."""
+    return tuple(column.contiguous() for column in torch.tensor(token_list, dtype=dtype).reshape(-1, 3).unbind(1))

@@ -1,0 +1,127 @@
+"""BapoPolicyLoss: OpenRLHF's loss where the bounds are fixed, the right gradient where they are found."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
+
+ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+
+
+def micro_batch(seed: int, dtype=torch.float32, batch=5, actions=11) -> dict[str, torch.Tensor]:
+    """A random micro-batch with uneven lengths, stale enough that both bounds clip."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(batch, actions, generator=generator, dtype=dtype) * 3
+    lengths = torch.randint(1, actions + 1, (batch, 1), generator=generator)
+    return {
+        "log_probs": (old + torch.randn(batch, actions, generator=generator, dtype=dtype) * 0.7).requires_grad_(),
+        "old_log_probs": old,
+        "advantages": torch.randn(batch, 1, generator=generator, dtype=dtype).expand(batch, actions).contiguous(),
+        "action_mask": torch.arange(actions).expand(batch, actions) < lengths,
+        "rollout_log_probs": old + torch.randn(batch, actions, generator=generator, dtype=dtype) * 0.1,
+    }
+
+
+def upstream_loss(**kwargs):
+    from openrlhf.models import PolicyLoss
+
+    return PolicyLoss(clip_eps_low=1 - 0.8, clip_eps_high=1.28 - 1, **kwargs)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.fixed_dictionaries(
+        {
+            "dual_clip": st.sampled_from([None, 3.0]),
+            "token_level_loss": st.booleans(),
+            "is_correction_level": st.sampled_from(["off", "token", "seq"]),
+        }
+    ),
+    st.sampled_from([{}, {"dp_size": 2, "batch_num_tokens": 31.0, "global_batch_size": 7.0}]),
+)
+def test_equals_openrlhfs_loss_bit_for_bit_when_the_ranges_have_zero_width(seed, arguments, loss_batch_info):
+    results, gradients = [], []
+    upstream = upstream_loss(**arguments)
+    for loss in (upstream, BapoPolicyLoss.from_policy_loss(upstream, clip_config=ZERO_WIDTH)):
+        batch = micro_batch(seed)
+        result = loss(**batch, **loss_batch_info)
+        result[0].backward()
+        results.append(result)
+        gradients.append(batch["log_probs"].grad)
+    for a, b in zip(*results, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert torch.equal(*gradients)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["surrogate", "gradient"]), st.sampled_from([None, 3.0]))
+def test_gradient_agrees_with_finite_differences_in_float64(seed, contribution, dual_clip):
+    batch = micro_batch(seed, torch.float64)
+    batch.pop("rollout_log_probs")
+    loss = BapoPolicyLoss(clip_config=ClipConfig(contribution=contribution), dual_clip=dual_clip)
+    # The bounds are constants of the update; a step of the search must not enter the difference.
+    loss.set_bounds(loss.tally(**batch))
+    log_probs = batch.pop("log_probs")
+    assert torch.autograd.gradcheck(lambda x: loss(x, **batch)[0], log_probs, eps=1e-7, atol=1e-5)
+
+
+@given(st.integers(0, 10_000))
+def test_tokens_outside_the_bounds_get_zero_gradient_and_all_others_their_ratio(seed):
+    batch = micro_batch(seed, torch.float64)
+    loss = BapoPolicyLoss(clip_config=ClipConfig())
+    loss(**batch)[0].backward()
+    (bounds,) = loss.found
+    ratio, advantages, mask = (
+        (batch["log_probs"] - batch["old_log_probs"]).exp(),
+        batch["advantages"],
+        batch["action_mask"],
+    )
+    clipped = ((advantages > 0) & (ratio > bounds.upper)) | ((advantages < 0) & (ratio < bounds.lower))
+    expected = torch.where(clipped | ~mask, 0.0, -advantages * ratio) / mask.sum()
+    torch.testing.assert_close(batch["log_probs"].grad, expected.detach())
+
+
+def test_share_weighs_tokens_as_the_aggregation_does():
+    batch = micro_batch(3, torch.float64)
+    mask = batch["action_mask"].double()
+    ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
+    per_sequence = mask / mask.sum(-1, keepdim=True)
+    for token_level, config, weight in (
+        (True, ClipConfig(), mask),
+        (False, ClipConfig(), per_sequence),
+        (False, ClipConfig.preset("released"), mask),
+    ):
+        loss = BapoPolicyLoss(clip_config=config, token_level_loss=token_level)
+        loss(**batch)
+        expected = find_clip_bounds(ratio, batch["advantages"], weight, config)
+        assert loss.found[0] == expected
+
+
+def test_rollout_prob_weighs_tokens_by_their_probability_at_rollout():
+    batch = micro_batch(4, torch.float64)
+    loss = BapoPolicyLoss(clip_config=ClipConfig(), token_weight="rollout_prob")
+    loss(**batch)
+    ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
+    weight = batch["action_mask"] * batch["old_log_probs"].exp()
+    assert loss.found[0] == find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
+
+
+def test_bounds_set_for_the_update_serve_every_micro_batch_until_unset():
+    loss = BapoPolicyLoss(clip_config=ClipConfig())
+    batches = [micro_batch(seed, torch.float64) for seed in (5, 6)]
+    parts = [loss.tally(*list(batch.values())[:4]) for batch in batches]
+    loss.set_bounds(parts[0] + parts[1])
+    for batch in batches:
+        loss(**batch)
+    assert len(loss.found) == 1
+    loss.set_bounds(None)
+    loss(**batches[0])
+    assert len(loss.found) == 2
+
+
+def test_gspo_and_unknown_weights_are_refused():
+    with pytest.raises(ValueError, match="gspo"):
+        BapoPolicyLoss(clip_config=ClipConfig(), policy_loss_type="gspo")
+    with pytest.raises(ValueError, match="token_weight 'all'.*rollout_prob"):
+        BapoPolicyLoss(clip_config=ClipConfig(), token_weight="all")
