@@ -10,7 +10,6 @@ from types import ModuleType
 
 import wrapt
 
-from openrlhf_bapo.adapter import cpu
 
 WORKER_SETUP_HOOK = "openrlhf_bapo.adapter.registration.register"
 """For `ray.init(runtime_env={"worker_process_setup_hook": ...})`: Ray workers are processes of their own."""
@@ -23,7 +22,6 @@ def register() -> None:
     Also the entry point in the group `vllm.general_plugins`, which vLLM calls in all of its processes: those that are
     no Ray workers are reached in no other way.
     """
-    cpu.register()
     wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
     wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")

@@ -23,8 +23,9 @@ ENVIRONMENT = {
 """Environment of every process; what the user has set wins."""
 
 
+@functools.cache
 def register() -> None:
-    """Register the hooks; they act in processes where torch finds no CUDA."""
+    """Register the hooks; they act in processes where torch finds no CUDA. A second call does nothing."""
     wrapt.register_post_import_hook(_activate_without_cuda, "torch")
 
 

