@@ -1,38 +1,27 @@
 """BAPO for OpenRLHF: clip bounds found anew for every policy update (arXiv 2510.18927).
 
-Importing this package loads torch and the search; names from the adapter load OpenRLHF when they are first used.
+Every name loads its module when it is first used: the search needs torch only, the loss and the registration OpenRLHF.
 """
 
-from openrlhf_bapo.core.clip_bounds import (
-    ClipBounds,
-    ClipConfig,
-    ContributionTally,
-    find_clip_bounds,
-    solve_clip_bounds,
-    tally_contributions,
-)
+import importlib
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BapoPolicyLoss",
-    "ClipBounds",
-    "ClipConfig",
-    "ContributionTally",
-    "find_clip_bounds",
-    "register",
-    "solve_clip_bounds",
-    "tally_contributions",
-]
+_MODULES = {
+    "BapoPolicyLoss": "openrlhf_bapo.adapter.policy_loss",
+    "ClipBounds": "openrlhf_bapo.core.clip_bounds",
+    "ClipConfig": "openrlhf_bapo.core.clip_bounds",
+    "ContributionTally": "openrlhf_bapo.core.clip_bounds",
+    "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "register": "openrlhf_bapo.adapter.registration",
+    "solve_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "tally_contributions": "openrlhf_bapo.core.clip_bounds",
+}
+
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
-    if name == "BapoPolicyLoss":
-        from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
-
-        return BapoPolicyLoss
-    if name == "register":
-        from openrlhf_bapo.adapter.registration import register
-
-        return register
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

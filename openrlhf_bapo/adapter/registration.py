@@ -10,7 +10,6 @@ from types import ModuleType
 
 import wrapt
 
-
 WORKER_SETUP_HOOK = "openrlhf_bapo.adapter.registration.register"
 """For `ray.init(runtime_env={"worker_process_setup_hook": ...})`: Ray workers are processes of their own."""
 
@@ -56,21 +55,15 @@ def _evaluate_at_start(ppo_trainer: ModuleType) -> None:
 
     `fit` calls `init_checkpoint_states` first, when the engines still hold the weights that they were started with.
     """
-    trainer = ppo_trainer.BasePPOTrainer
+    trainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class  # the class behind Ray's actor class
     upstream = trainer.init_checkpoint_states
 
     @functools.wraps(upstream)
     def init_checkpoint_states(self) -> dict:
         states = upstream(self)
-        if getattr(self.args.eval, "at_start", False) and states["global_step"] == 0 and self.eval_dataloader:
-            self.evaluate(
-                0,
-                **self.generate_kwargs
-                | {
-                    "temperature": self.args.eval.temperature,
-                    "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
-                },
-            )
+        if self.args.eval.at_start and states["global_step"] == 0 and self.eval_dataloader:
+            sampling = {name: getattr(self.args.eval, name) for name in ("temperature", "n_samples_per_prompt")}
+            self.evaluate(0, **self.generate_kwargs | sampling)
         return states
 
     trainer.init_checkpoint_states = init_checkpoint_states

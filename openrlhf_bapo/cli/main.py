@@ -12,3 +12,7 @@ def main() -> None:
     if not arguments or arguments[0] not in COMMANDS:
         sys.exit(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
     importlib.import_module(f"openrlhf_bapo.cli.{COMMANDS[arguments[0]]}").main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -28,10 +28,17 @@ def describe(line: str) -> str | None:
         metrics = ast.literal_eval(match[2].replace(": nan", ": None"))
         shown = [f"{title} {metrics[key]:.3f}" for title, key in _COLUMNS.items() if metrics.get(key) is not None]
         return f"step {match[1]:>4}  " + "  ".join(shown)
+    if evaluation := accuracy(line):
+        step, by_name = evaluation
+        return f"evaluation at step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in by_name.items())
+    return None
+
+
+def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
+    """(global step, pass rates by name) of a line that reports an evaluation, else None."""
     if match := _EVALUATION.search(line):
         metrics = ast.literal_eval(match[2])
-        accuracy = [f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items() if "pass" in key]
-        return f"evaluation at step {match[1]}: " + ", ".join(accuracy)
+        return int(match[1]), {k.removeprefix("eval_"): v for k, v in metrics.items() if re.search(r"_pass\d+$", k)}
     return None
 
 
@@ -43,6 +50,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     start, last, finished_steps = time.monotonic(), collections.deque(maxlen=_LINES_AT_FAILURE), 0
+    evaluations = []
     with open(args.log, "w") as log:
         for line in sys.stdin:
             log.write(line)
@@ -51,11 +59,18 @@ def main(argv: list[str]) -> None:
             shown = describe(line)
             if shown is None:
                 continue
+            if evaluation := accuracy(line):
+                evaluations.append(evaluation)
             if shown.startswith("step"):
                 finished_steps += 1
                 if (finished_steps - 1) % args.every:
                     continue
             print(f"[{time.monotonic() - start:4.0f} s] {shown}", flush=True)
+    if len(evaluations) > 1:
+        (first, before), (last_step, after) = evaluations[0], evaluations[-1]
+        for name in before:
+            if name.endswith("_pass1"):
+                print(f"held-out {name}: {before[name]:.3f} at step {first}, {after[name]:.3f} at step {last_step}")
     if not finished_steps:
         print(f"no step was finished; the last lines of {args.log}:", file=sys.stderr)
         sys.stderr.writelines(last)

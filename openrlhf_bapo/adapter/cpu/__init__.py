@@ -42,7 +42,7 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         # One function each: torch.compile keeps a table of them and wants no two entries alike.
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name, hook in {
-        "deepspeed.comm.torch": _no_compiled_collectives,
+        "deepspeed.ops.op_builder.builder": _no_compiled_ops,
         "openrlhf.utils.deepspeed.deepspeed": _strategy,
         "openrlhf.utils.distributed_util": _weight_sync_over_gloo,
         "openrlhf.trainer.ppo_utils.replay_buffer": _replay_buffer_device,
@@ -53,24 +53,32 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         wrapt.register_post_import_hook(hook, name)
 
 
-def ray_resources(args: Namespace) -> dict[str, int]:
+def ray_resources(args: Namespace) -> dict:
     """Arguments for a `ray.init` that starts a cluster here: as many pretended GPUs as the run's flags ask for.
 
     Args:
         args: flat, names with dots.
     """
     values = vars(args)
-    num_actors = values["actor.num_nodes"] * values["actor.num_gpus_per_node"]
-    num_gpus = num_actors + (values["vllm.num_engines"] or 0) * values["vllm.tensor_parallel_size"]
-    for group in ("ref", "reward", "critic"):
-        num_gpus += values[f"{group}.num_nodes"] * values[f"{group}.num_gpus_per_node"]
-    # One CPU a GPU, and two for OpenRLHF's trainer actors: counts for Ray's scheduler, not cores.
-    return {"num_gpus": num_gpus, "num_cpus": num_gpus + 2, "include_dashboard": False}
+    groups = ["actor"]
+    if values["algo.kl.init_coef"] > 0:
+        groups.append("ref")
+    if not values["reward.remote_url"] and not values["train.agent_func_path"]:
+        groups.append("reward")
+    if values["algo.advantage.estimator"] == "gae":
+        groups.append("critic")
+    num_gpus = sum(values[f"{group}.num_nodes"] * values[f"{group}.num_gpus_per_node"] for group in groups)
+    num_gpus += (values["vllm.num_engines"] or 0) * values["vllm.tensor_parallel_size"]
+    # One CPU a GPU, and two for OpenRLHF's trainer actors: counts for Ray's scheduler, not cores. Ray would also start
+    # that many idle workers in advance.
+    system = {"prestart_worker_first_driver": False}
+    return {"num_gpus": num_gpus, "num_cpus": num_gpus + 2, "include_dashboard": False, "_system_config": system}
 
 
-def _no_compiled_collectives(deepspeed_torch: ModuleType) -> None:
-    # DeepSpeed's shared-memory all-reduce is compiled at first use; gloo needs no compiler.
-    deepspeed_torch.build_shm_op = lambda: None
+def _no_compiled_ops(builder: ModuleType) -> None:
+    # DeepSpeed tries the compiler for each of its ops in every process, and compiles its shared-memory all-reduce at
+    # first use; torch and gloo do without.
+    builder.probe_is_compatible = lambda _: False
 
 
 def _strategy(deepspeed_strategy: ModuleType) -> None:

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# BAPO on a laptop without a GPU: makes a tiny policy that can nearly add, then trains it through OpenRLHF's pipeline.
+# Everything lands in runs/quickstart: the policy to start from (made once), and a folder for every run.
+# Further flags go to the training command, e.g. --bapo.contribution gradient.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+RUNS=${RUNS:-runs/quickstart}
+STEPS=${STEPS:-60}            # global steps, each of 32 prompts x 8 samples
+EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
+
+bash scripts/setup.sh
+.venv/bin/python examples/quickstart/prepare.py "$RUNS/start"
+
+run=$RUNS/$(date +%Y%m%d-%H%M%S)
+mkdir -p "$run"
+echo "training in $run ($STEPS steps; everything that is printed goes to train.log)"
+
+.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
+  --policy_loss bapo \
+  --actor.model_name_or_path "$RUNS/start/model" \
+  --actor.num_gpus_per_node 1 \
+  --actor.adam.lr 1e-4 \
+  --actor.lr_scheduler constant \
+  --ds.attn_implementation sdpa \
+  --vllm.num_engines 1 \
+  --vllm.sync_backend gloo \
+  --vllm.enforce_eager \
+  --data.prompt_dataset "$RUNS/start/train.jsonl" \
+  --data.label_key label \
+  --data.max_len 32 \
+  --data.max_samples $((32 * STEPS)) \
+  --reward.remote_url examples/quickstart/reward.py \
+  --algo.advantage.estimator group_norm \
+  --algo.kl.init_coef 0 \
+  --rollout.batch_size 32 \
+  --rollout.n_samples_per_prompt 8 \
+  --rollout.micro_batch_size 256 \
+  --rollout.max_new_tokens 8 \
+  --train.batch_size 32 \
+  --train.micro_batch_size 32 \
+  --eval.at_start \
+  --eval.dataset "$RUNS/start/heldout.jsonl" \
+  --eval.steps "$EVAL_STEPS" \
+  --eval.temperature 1.0 \
+  --ckpt.best_metric_key none \
+  --ckpt.path "$run/checkpoints" \
+  --ckpt.output_dir "$run/model" \
+  --logger.tensorboard_dir "$run/tensorboard" \
+  "$@" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$run/train.log" --every 5
+
+.venv/bin/openrlhf-bapo plot "$run/tensorboard" "$run/curves.png" --target 0.5

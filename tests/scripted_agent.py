@@ -1,0 +1,36 @@
+"""An OpenRLHF agent (`--train.agent_func_path`) whose responses are a function of the prompt: the same in every run."""
+
+import collections
+import random
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+EOS = 1
+
+
+class AgentExecutor(AgentExecutorBase):
+    """The k-th response to a prompt is always the same; its reward is 1 if its second token is odd."""
+
+    def __init__(self):
+        self.num_seen = collections.Counter()
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        """One scripted response, in the form that OpenRLHF's own executors return."""
+        rng = random.Random(f"{prompt} {self.num_seen[prompt] % 4}")
+        self.num_seen[prompt] += 1
+        prompt_tokens = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
+        response = [rng.randint(3, 12) for _ in range(rng.randint(2, 7))] + [EOS]
+        reward = float(response[1] % 2)
+        return {
+            "prompt": prompt,
+            "label": label,
+            "images": images,
+            "mm_train_inputs": None,
+            "reward": reward,
+            "scores": reward,
+            "observation_tokens": prompt_tokens + response,
+            "action_ranges": [(len(prompt_tokens), len(prompt_tokens) + len(response))],
+            "rollout_log_probs": None,
+            "truncated": False,
+            "extra_logs": {},
+        }

@@ -1,0 +1,49 @@
+"""The house: imports go one way, and importing the package stays cheap."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from pipeline import REPOSITORY
+
+PACKAGE = REPOSITORY / "openrlhf_bapo"
+FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers"}
+
+
+def imports(file) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_from_cli_to_adapter_to_core(file):
+    layer = file.relative_to(PACKAGE).parts[0]
+    found = imports(file)
+    roots = {name.split(".")[0] for name in found}
+    if layer == "core":
+        assert roots <= {"torch", "openrlhf_bapo"} | set(sys.stdlib_module_names)
+        assert not any(name.startswith(("openrlhf_bapo.adapter", "openrlhf_bapo.cli")) for name in found)
+    if layer == "adapter":
+        assert not any(name.startswith("openrlhf_bapo.cli") for name in found)
+    if layer == "cli":
+        assert "openrlhf" not in roots
+    if "cpu" not in file.parts and file.name not in ("__init__.py", "train_ppo_ray.py"):
+        assert not any(name.startswith("openrlhf_bapo.adapter.cpu") for name in found)
+
+
+def test_importing_the_package_loads_no_framework():
+    code = f"import sys, openrlhf_bapo; print(*({FRAMEWORKS!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
+def test_the_loss_can_be_imported_without_registering_first():
+    code = "from openrlhf_bapo import BapoPolicyLoss, ClipConfig; BapoPolicyLoss(clip_config=ClipConfig())"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,104 @@
+"""Every upstream name and signature that the adapter relies on exists in the installed OpenRLHF, DeepSpeed and vLLM.
+
+Read from their source: in memory our own functions already stand in the seams.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+
+import pytest
+
+# (module, name in it, parameters that we pass or override, in order where it matters)
+CALLABLES = [
+    ("openrlhf.models.loss", "PolicyLoss.__init__", ["clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss"]),
+    (
+        "openrlhf.models.loss",
+        "PolicyLoss.forward",
+        ["log_probs", "old_log_probs", "advantages", "action_mask", "rollout_log_probs"],
+    ),
+    ("openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", ["self", "kl_ctl"]),
+    ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.init_checkpoint_states", ["self"]),
+    ("openrlhf.trainer.ppo_trainer", "compute_eval_metrics", ["eval_dataloader", "samples_list"]),
+    ("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.setup_dynamic_batch", ["self", "strategy"]),
+    ("openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.get_ds_train_config", ["self"]),
+    ("openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.moving_average", ["self", "model", "model_ema", "beta"]),
+    (
+        "openrlhf.utils.distributed_util",
+        "stateless_init_process_group",
+        ["master_address", "master_port", "rank", "world_size", "device"],
+    ),
+    ("openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", ["self", "name", "dtype", "shape"]),
+    ("openrlhf.utils.loss_utils", "iter_grad_accum_global_norm", ["data_iter", "strategy", "accumulated_gradient"]),
+    ("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", []),
+    ("openrlhf.utils.config", "hierarchize", ["args"]),
+    ("transformers.modeling_utils", "PreTrainedModel._check_and_adjust_attn_implementation", ["self"]),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ["layer", "remove_weight"]),
+    (
+        "vllm.distributed.utils",
+        "stateless_init_torch_distributed_process_group",
+        ["host", "port", "rank", "world_size"],
+    ),
+    ("deepspeed.ops.op_builder.builder", "probe_is_compatible", []),
+]
+
+# (module, text that its source must hold, what we rely on it for)
+SOURCES = [
+    (
+        "openrlhf.models.loss",
+        "ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)",
+        "the bounds of BapoPolicyLoss",
+    ),
+    ("openrlhf.models.loss", "clamp(min=-20.0, max=20.0)", "the ratio that the search sees is the loss's"),
+    ("openrlhf.trainer.ray.ppo_actor", "self.trainer = ActorPPOTrainer(", "the trainer's seam"),
+    (
+        "openrlhf.trainer.ray.ppo_actor",
+        "dataloader = DataLoader(\n            self.replay_buffer,",
+        "the windows' seam",
+    ),
+    ("openrlhf.trainer.ray.ppo_actor", "self.actor_loss_fn(", "the loss's seam"),
+    ("openrlhf.trainer.ppo_utils.replay_buffer", "self.dynamic_optimizer_step = optimizer_steps", "dynamic windows"),
+    ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "our ray.init arguments"),
+    ("openrlhf.cli.train_ppo_ray", "args = parser.parse_args()", "our flags"),
+    ("openrlhf.trainer.ppo_trainer", "checkpoint_states = self.init_checkpoint_states()", "--eval.at_start"),
+    ("openrlhf.utils.deepspeed.deepspeed", 'init_device_mesh(\n            "cuda", ', "the device mesh on CPU"),
+    ("openrlhf.trainer.ppo_utils.replay_buffer", 'torch.device(f"cuda:{', "the replay buffer's device on CPU"),
+    ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
+    ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
+]
+
+
+def source(module: str) -> str:
+    """The installed module's text."""
+    return open(importlib.util.find_spec(module).origin).read()
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), CALLABLES)
+def test_a_name_we_rely_on_is_there_with_its_parameters(module, name, parameters):
+    scope = ast.parse(source(module))
+    for part in name.split("."):
+        named = [node for node in scope.body if getattr(node, "name", None) == part]
+        assert named, f"{module} no longer has {name}: the adapter relies on it"
+        scope = named[-1]
+    have = [argument.arg for argument in scope.args.posonlyargs + scope.args.args + scope.args.kwonlyargs]
+    missing = [parameter for parameter in parameters if parameter not in have]
+    assert not missing, f"{module}.{name} no longer takes {missing}; it takes {have}"
+
+
+@pytest.mark.parametrize(("module", "text", "purpose"), SOURCES)
+def test_source_that_we_rely_on_is_unchanged(module, text, purpose):
+    assert text in source(module), f"{module} no longer holds {text!r}, which carries {purpose}"
+
+
+def test_policy_loss_keeps_every_argument_under_its_own_name():
+    from openrlhf.models import PolicyLoss
+
+    loss = PolicyLoss()
+    missing = [name for name in inspect.signature(PolicyLoss).parameters if not hasattr(loss, name)]
+    assert not missing, f"PolicyLoss no longer keeps {missing}: BapoPolicyLoss.from_policy_loss copies them"
+
+
+def test_the_log_lines_that_progress_reads_are_still_written():
+    for module in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
+        assert re.search(r'f"[^"]*Global step \{global_step\}: \{log_status\}"', source(module)), module

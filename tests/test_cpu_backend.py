@@ -1,0 +1,63 @@
+"""The CPU backend: flash_attn's padding helpers, and what must not change for others."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils import is_flash_attn_2_available
+
+from openrlhf_bapo.adapter.cpu import flash_attn
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is off where CUDA is available")
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.booleans())
+def test_unpad_and_pad_are_inverse_and_keep_the_order_of_tokens(lengths, left_padded):
+    seqlen = max(*lengths, 1, 1)
+    mask = torch.arange(seqlen).expand(len(lengths), seqlen) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if left_padded else mask
+    hidden = torch.randn(len(lengths), seqlen, 3)
+    tokens, indices, cu_seqlens, longest, counts = flash_attn.unpad_input(hidden, mask.int())
+    assert torch.equal(tokens, hidden[mask])
+    assert cu_seqlens.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert (longest, counts.tolist()) == (max(lengths), lengths)
+    padded = flash_attn.pad_input(tokens, indices, len(lengths), seqlen)
+    assert torch.equal(padded, hidden * mask[..., None])
+
+
+@without_cuda
+def test_libraries_still_hear_that_flash_attn_is_not_there():
+    assert importlib.util.find_spec("flash_attn") is None
+    assert not is_flash_attn_2_available()
+
+
+@without_cuda
+def test_the_users_environment_wins():
+    code = (
+        "import os, openrlhf_bapo.adapter, torch;"
+        "print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['DS_ACCELERATOR'])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"VLLM_CPU_KVCACHE_SPACE": "3", "PATH": ""},
+    )
+    assert run.stdout.split() == ["3", "cpu"]
+
+
+def test_nothing_is_changed_where_cuda_is_available():
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "set_device")}
+import openrlhf_bapo.adapter, os, sys
+assert all(getattr(torch.cuda, name) is function for name, function in before.items())
+assert "DS_ACCELERATOR" not in os.environ and "flash_attn.bert_padding" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""})

@@ -1,0 +1,113 @@
+"""Our flags: what is refused, in one line, before anything heavy is loaded; and what they resolve to."""
+
+import subprocess
+import sys
+from argparse import Namespace
+
+import pipeline
+import pytest
+
+from openrlhf_bapo import ClipConfig
+from openrlhf_bapo.adapter.flags import check_flags, clip_config_from_args
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--policy_loss bapo --bapo.positive_contribution_target 1.5",
+            r"--bapo.positive_contribution_target 1.5 .*(0, 1)",
+        ),
+        ("--policy_loss bapo --bapo.ratio_lower_start 0.95", "--bapo.ratio_lower_start 0.95 .*<= ratio_lower_max"),
+        ("--policy_loss bapo --bapo.ratio_lower_max 1.2", "--bapo.ratio_lower_max 1.2 .*<= 1"),
+        ("--policy_loss bapo --bapo.ratio_upper_start 0.8", "--bapo.ratio_upper_start 0.8 .*1 <= "),
+        ("--policy_loss bapo --bapo.ratio_upper_step 0", "--bapo.ratio_upper_step 0.0 .*above 0"),
+        ("--policy_loss bapo --bapo.ratio_upper_step -0.1", "--bapo.ratio_upper_step -0.1 .*above 0"),
+        ("--policy_loss bapo --bapo.ratio_upper_max nan", "--bapo.ratio_upper_max nan .*finite"),
+        ("--policy_loss bapo --bapo.ratio_upper_max two", "--bapo.ratio_upper_max: .*'two'"),
+        ("--policy_loss bapo --bapo.preset best", "--bapo.preset: .*'best'.*readme"),
+        ("--policy_loss bapo --bapo.scope epoch", "--bapo.scope: .*'epoch'.*update"),
+        ("--policy_loss dapo", "--policy_loss: .*'dapo'.*ppo.*gspo.*bapo"),
+        ("--policy_loss gspo --bapo.preset paper", "--bapo.preset paper: .*--policy_loss bapo.*gspo"),
+        ("--bapo.ratio_upper_max 2.5", "--bapo.ratio_upper_max 2.5: .*--policy_loss bapo.*ppo"),
+    ],
+)
+def test_a_mistake_in_our_flags_is_one_line_with_flag_value_and_range(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        check_flags(argv.split())
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert __import__("re").search(message.replace("(0, 1)", r"\(0, 1\)"), error), error
+
+
+def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
+    command = [sys.executable, "-X", "importtime", "-m", "openrlhf_bapo.cli.train_ppo_ray"]
+    run = subprocess.run([*command, "--policy_loss", "bapo", "--bapo.preset", "best"], capture_output=True, text=True)
+    assert run.returncode == 2
+    loaded = {line.split("|")[-1].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
+    assert "openrlhf_bapo.adapter.flags" in loaded
+    assert not loaded & {"ray", "vllm", "deepspeed", "transformers", "openrlhf.models"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(policy_loss="bapo", actor__policy_loss_type="gspo"), "--actor.policy_loss_type ppo, which is gspo"),
+        (dict(policy_loss="bapo", actor__eps_clip="0.3"), "--actor.eps_clip .*--bapo.ratio_lower_start"),
+        (dict(eval__at_start=True, train__async_enable=True), "--eval.at_start: .*--train.async_enable"),
+        (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
+    ],
+)
+def test_a_clash_with_openrlhfs_flags_is_refused_before_ray_starts(tmp_path, flags, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        pipeline.parse(pipeline.flags(tmp_path, **flags))
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert __import__("re").search(message, error) and error.count("\n") == 1
+
+
+def test_a_flag_given_wins_over_the_preset(tmp_path):
+    args = pipeline.parse(
+        pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="octothinker", bapo__ratio_upper_max="2.5")
+    )
+    config = clip_config_from_args(args.bapo)
+    assert (config.ratio_upper_max, config.positive_contribution_target) == (2.5, 0.45)
+    assert (args.bapo.scope, args.actor.policy_loss_type, args.policy_loss) == ("update", "ppo", "bapo")
+
+
+def test_released_also_sets_scope_and_dual_clip_unless_given(tmp_path):
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="released"))
+    assert clip_config_from_args(args.bapo) == ClipConfig.preset("released")
+    assert (args.bapo.scope, args.actor.dual_clip) == ("micro_batch", 3.0)
+    given = dict(bapo__scope="update", actor__dual_clip="5")
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="released", **given))
+    assert (args.bapo.scope, args.actor.dual_clip) == ("update", 5.0)
+
+
+def test_entropy_is_logged_for_bapo_unless_the_user_set_it(tmp_path):
+    def entropy_coef(**flags):
+        return pipeline.parse(pipeline.flags(tmp_path, **flags)).actor.entropy_coef
+
+    assert entropy_coef(policy_loss="bapo") == 0.0
+    assert entropy_coef(policy_loss="bapo", actor__entropy_coef="0.01") == 0.01
+    assert entropy_coef(policy_loss="ppo") is None
+
+
+@pytest.mark.parametrize(
+    "given", [{}, dict(policy_loss="ppo"), dict(policy_loss="gspo"), dict(actor__policy_loss_type="gspo")]
+)
+def test_without_bapo_openrlhfs_arguments_are_its_own(tmp_path, given):
+    args = pipeline.parse(pipeline.flags(tmp_path, **given))
+    expected = "gspo" if "gspo" in given.values() else "ppo"
+    assert args.actor.policy_loss_type == args.policy_loss == expected
+    assert args.bapo == Namespace(**{name: None for name in vars(args.bapo)}) or set(vars(args.bapo).values()) == {None}
+
+
+def test_help_shows_openrlhfs_flags_and_ours():
+    run = subprocess.run(
+        [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", "--help"], capture_output=True, text=True
+    )
+    assert run.returncode == 0
+    for flag in ("--rollout.batch_size", "--policy_loss", "--bapo.preset", "--bapo.scope", "--eval.at_start"):
+        assert flag in run.stdout

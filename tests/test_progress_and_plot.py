@@ -1,0 +1,60 @@
+"""What a person sees of a run: a line a step, and the curves."""
+
+import subprocess
+import sys
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from openrlhf_bapo.cli import plot, progress
+
+STEP = (
+    "(PPOTrainer pid=1) INFO 11-20 ppo_trainer.py:551] Global step 7: {'rollout/reward_mean': 0.25, "
+    "'entropy_loss': 0.5, 'bapo/clip_low': 0.6, 'bapo/clip_high': 1.75, 'bapo/positive_share': nan, 'other': 1}\n"
+)
+EVALUATION = (
+    "(PPOTrainer pid=1) INFO Evaluation completed in 0:00:01, global_step {}, eval_metrics: {{'eval_sums_pass4': 0.5, "
+    "'eval_sums_pass1': {}, 'eval_num_samples': 8.0}}\n"
+)
+
+
+def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
+    assert progress.describe(STEP) == "step    7  reward 0.250  entropy 0.500  clip low 0.600  clip high 1.750"
+    assert progress.describe(EVALUATION.format(3, 0.25)) == "evaluation at step 3: sums_pass4 0.500, sums_pass1 0.250"
+    assert progress.describe("anything else\n") is None
+
+
+def follow(tmp_path, text: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
+    return subprocess.run(command, input=text, capture_output=True, text=True)
+
+
+def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
+    text = EVALUATION.format(0, 0.25) + "noise\n" + STEP + EVALUATION.format(7, 0.75)
+    run = follow(tmp_path, text)
+    assert (tmp_path / "log").read_text() == text
+    assert "noise" not in run.stdout
+    assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
+
+
+def test_a_run_that_finished_no_step_shows_its_last_lines(tmp_path):
+    run = follow(tmp_path, "starting\nTraceback: something broke\n")
+    assert "something broke" in run.stderr
+
+
+def test_the_picture_holds_every_curve_that_was_logged(tmp_path):
+    writer = SummaryWriter(tmp_path / "tensorboard")
+    for step in range(5):
+        writer.add_scalar("train/rollout/reward_mean", step / 5, step)
+        writer.add_scalar("train/bapo/clip_high", 1.2 + step / 10, step)
+    writer.close()
+    scalars = plot.read_scalars(tmp_path)
+    assert scalars["train/rollout/reward_mean"] == ([0, 1, 2, 3, 4], pytest.approx([0, 0.2, 0.4, 0.6, 0.8]))
+    plot.main([str(tmp_path / "tensorboard"), str(tmp_path / "curves.png"), "--target", "0.5"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path), str(tmp_path / "curves.png")])
+    assert "no TensorBoard scalars" in capsys.readouterr().err
