@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
-STEPS=${STEPS:-60}            # global steps, each of 32 prompts x 8 samples
+STEPS=${STEPS:-80}            # global steps, each of 32 prompts x 8 samples
 EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
 
 bash scripts/setup.sh

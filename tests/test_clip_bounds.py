@@ -127,6 +127,15 @@ def test_without_an_active_token_the_start_is_kept_and_counts_as_reached(config,
     assert (float(found.lower), float(found.upper)) == (config.ratio_lower_start, config.ratio_upper_start)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ratio_on_a_bound_is_inside_it(dtype):
+    config = ClipConfig(contribution="gradient", positive_contribution_target=0.001)
+    ratio = torch.tensor([config.ratio_upper_start, config.ratio_lower_start], dtype=dtype)
+    found = find_clip_bounds(ratio, torch.tensor([1.0, -1.0]), torch.ones(2), config)
+    assert float(found.positive_share) == pytest.approx(1.2 / 1.8)
+    assert float(found.clip_frac_positive) == float(found.clip_frac_negative) == 0
+
+
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():
     assert ClipConfig().lower_grid() == [0.6 + k * 0.02 for k in range(16)]
     assert ClipConfig().upper_grid() == [1.2 + k * 0.05 for k in range(37)]

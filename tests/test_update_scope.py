@@ -149,6 +149,13 @@ def test_gradient_accumulation_of_four_makes_the_updates_of_one_micro_batch(dire
     assert result["status"]["timing/bapo_ratio_forward"] > 0
 
 
+def test_the_first_step_after_fresh_rollouts_needs_no_extra_forward(directory):
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2, train__max_epochs=1)
+    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
+    assert len(result["bounds"]) == 1
+    assert result["status"]["timing/bapo_ratio_forward"] == 0
+
+
 def test_two_ranks_one_without_a_positive_token_make_the_updates_of_one(directory, one_micro_batch):
     split = flags(directory, **GRADIENT, train__micro_batch_size=2, actor__num_gpus_per_node=2)
     for result in pipeline.train_policy_actors(directory, split, [SAMPLES[:4], SAMPLES[4:]]):

@@ -8,6 +8,7 @@ learning has right and wrong answers to the same prompt to learn from.
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -164,8 +165,11 @@ def main() -> None:
     write_tasks(heldout, aside / "heldout.jsonl")
     write_tasks(tasks[:NUM_TRAIN], aside / "train.jsonl")
 
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers loads, would warn that it found none
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer, model = make_tokenizer(), make_model(args.seed)
     fine_tune(model, encode(tasks[NUM_TRAIN:], tokenizer), encode(validation, tokenizer), args.seed)
     tokenizer.save_pretrained(aside / "model")
