@@ -46,7 +46,8 @@ env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
 from openrlhf_bapo import register
 register()
 import openrlhf.trainer.ppo_trainer, openrlhf.trainer.ppo_trainer_async, openrlhf.trainer.ray.ppo_critic
-import vllm.v1.engine.async_llm, vllm.v1.engine.core' >>"$log" 2>&1
+import vllm.v1.engine.async_llm, vllm.v1.engine.core
+import matplotlib.pyplot, reasoning_gym, tensorboard.backend.event_processing.event_accumulator' >>"$log" 2>&1
 
 echo "$wanted" >"$stamp"
 step "done"

@@ -6,8 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
-STEPS=${STEPS:-80}            # global steps, each of 32 prompts x 8 samples
-EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
+STEPS=${STEPS:-100}           # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
+EVAL_STEPS=${EVAL_STEPS:-25}  # global steps between evaluations
 
 bash scripts/setup.sh
 .venv/bin/python examples/quickstart/prepare.py "$RUNS/start"
