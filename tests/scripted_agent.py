@@ -9,14 +9,14 @@ EOS = 1
 
 
 class AgentExecutor(AgentExecutorBase):
-    """The k-th response to a prompt is always the same; its reward is 1 if its second token is odd."""
+    """The k-th of a prompt's 16 responses is always the same; its reward is 1 if its second token is odd."""
 
     def __init__(self):
         self.num_seen = collections.Counter()
 
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
         """One scripted response, in the form that OpenRLHF's own executors return."""
-        rng = random.Random(f"{prompt} {self.num_seen[prompt] % 4}")
+        rng = random.Random(f"{prompt} {self.num_seen[prompt] % 16}")
         self.num_seen[prompt] += 1
         prompt_tokens = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
         response = [rng.randint(3, 12) for _ in range(rng.randint(2, 7))] + [EOS]

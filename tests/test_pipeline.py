@@ -56,21 +56,18 @@ def test_bapo_with_two_data_parallel_ranks_trains_and_logs_its_metrics(directory
 
 
 def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
-    # OpenRLHF's prompt order is not seeded, so the runs are made independent of it: scripted responses, all samples of
-    # the data set in one rollout, one micro-batch and one optimizer step. What is left are sums in another order.
-    rows = [{"input": f"{a}+{b}=", "label": "", "datasource": "sums"} for a in range(4) for b in range(4)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # OpenRLHF's prompt order is not seeded, so all prompts are one and the same, and their responses scripted: every
+    # order of the prompts makes the same rollouts.
+    row = json.dumps({"input": "1+2=", "label": "", "datasource": "sums"}) + "\n"
+    (directory / "train.jsonl").write_text(row * 12)
     flags = dict(
         train__agent_func_path=TESTS / "scripted_agent.py",
         reward__remote_url=None,
         actor__adam__lr=1e-2,
-        actor__adam__eps=1e-2,
         actor__entropy_coef=0,
-        train__batch_size=64,
-        train__micro_batch_size=64,
-        train__num_episodes=3,
+        rollout__batch_size=4,
+        rollout__n_samples_per_prompt=16,
         train__max_epochs=2,
-        rollout__micro_batch_size=64,
     )
     ours = pipeline.train(directory, pipeline.flags(directory, policy_loss="ppo", **flags), "ours")
     upstream_command = (str(TESTS / "upstream_train.py"),)
@@ -80,13 +77,12 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
     ours, upstream = pipeline.steps(ours), pipeline.steps(upstream)
     assert len(ours) == len(upstream) == 3
     for mine, theirs in zip(ours, upstream, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name in theirs:
-            # A ratio at the edge of the clip may fall to either side: three tokens of about 360.
-            tolerance = 0.01 if name == "ppo_clip_ratio" else 5e-4
-            if not name.startswith("timing/"):
-                assert mine[name] == pytest.approx(theirs[name], rel=5e-3, abs=tolerance), name
-    assert abs(upstream[-1]["policy_loss"]) > 1e-3 and upstream[-1]["ppo_clip_ratio"] > 0
+        assert theirs["policy_loss"] != 0 and theirs["ppo_clip_ratio"] > 0
+        assert without_timing(mine) == without_timing(theirs)
+
+
+def without_timing(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("timing/")}
 
 
 def test_it_runs_under_ray_job_submit_on_an_existing_cluster(directory):

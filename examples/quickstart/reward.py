@@ -18,9 +18,10 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwa
         labels: each prompt's reasoning-gym entry, as JSON.
 
     Returns:
-        `rewards` and `scores`, float [len(queries)], in [0, 1].
+        `rewards` and `scores`, float [len(queries)]: 1 for a right answer, else 0. The partial credit that
+        reasoning-gym gives to 195 for 95 is left out, so that the mean is an accuracy.
     """
     answers = [query[len(prompt) :].removesuffix(EOS) for query, prompt in zip(queries, prompts, strict=True)]
     scores = [SCORER.score_answer(a, entry=json.loads(label)) for a, label in zip(answers, labels, strict=True)]
-    rewards = torch.tensor(scores, dtype=torch.float32)
+    rewards = (torch.tensor(scores) == 1).float()
     return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
