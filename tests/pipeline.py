@@ -156,6 +156,7 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
                 action_mask=mask,
                 advantages=advantage * mask,
                 returns=advantage * mask,
+                staleness=torch.zeros_like(mask),
                 total_length=torch.tensor([4 + length]),
                 response_length=torch.tensor([length]),
                 info={"reward": torch.tensor([float(advantage > 0)])},
@@ -167,7 +168,8 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
 def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours") -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
 
-    As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains.
+    As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains, less the
+    "log_ratio" that a test may have put into a sample's `info`.
 
     Args:
         directory: made by `make_model`.
@@ -220,7 +222,10 @@ def _policy_actor_main(job: str, rank: int, world_size: int, port: int) -> None:
     actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
     for sample in work["samples"][rank]:
-        sample.action_log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+        log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+        # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
+        log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
+        sample.action_log_probs = log_probs - log_ratio * sample.action_mask
         actor.append(sample)
     bounds, loss = [], actor.trainer.actor_loss_fn
     if hasattr(loss, "found"):

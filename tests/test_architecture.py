@@ -28,7 +28,7 @@ def test_imports_go_from_cli_to_adapter_to_core(file):
     found = imports(file)
     roots = {name.split(".")[0] for name in found}
     if layer == "core":
-        assert roots <= {"torch", "openrlhf_bapo"} | set(sys.stdlib_module_names)
+        assert roots <= {"safetensors", "torch", "openrlhf_bapo"} | set(sys.stdlib_module_names)
         assert not any(name.startswith(("openrlhf_bapo.adapter", "openrlhf_bapo.cli")) for name in found)
     if layer == "adapter":
         assert not any(name.startswith("openrlhf_bapo.cli") for name in found)

@@ -29,6 +29,12 @@ from openrlhf_bapo.adapter.flags import check_flags, clip_config_from_args
         ("--policy_loss bapo --bapo.scope epoch", "--bapo.scope: .*'epoch'.*update"),
         ("--policy_loss dapo", "--policy_loss: .*'dapo'.*ppo.*gspo.*bapo"),
         ("--policy_loss gspo --bapo.preset paper", "--bapo.preset paper: .*--policy_loss bapo.*gspo"),
+        ("--replay.ratio -1", "--replay.ratio -1.0 .*at least 0"),
+        ("--replay.capacity 0", "--replay.capacity 0 .*at least 1"),
+        ("--replay.ratio 1 --replay.max_staleness -1", "--replay.max_staleness -1 .*at least 0"),
+        ("--replay.strategy best", "--replay.strategy: .*'best'.*uniform"),
+        ("--policy_loss gspo --replay.ratio 1", "--replay.ratio 1.0: .*ppo or bapo.*gspo"),
+        ("--policy_loss gspo --offpolicy.ratio_base rollout", "--offpolicy.ratio_base rollout: .*ppo or bapo.*gspo"),
         ("--bapo.ratio_upper_max 2.5", "--bapo.ratio_upper_max 2.5: .*--policy_loss bapo.*ppo"),
     ],
 )
@@ -56,6 +62,19 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         (dict(policy_loss="bapo", actor__policy_loss_type="gspo"), "--actor.policy_loss_type ppo, which is gspo"),
         (dict(policy_loss="bapo", actor__eps_clip="0.3"), "--actor.eps_clip .*--bapo.ratio_lower_start"),
         (dict(eval__at_start=True, train__async_enable=True), "--eval.at_start: .*--train.async_enable"),
+        (
+            dict(policy_loss="bapo", train__async_enable=True, offpolicy__ratio_base="recomputed"),
+            "--offpolicy.ratio_base recomputed: .*--train.async_enable; allowed: auto, rollout",
+        ),
+        (
+            dict(policy_loss="bapo", train__async_enable=True, algo__advantage__is_correction_level="token"),
+            "--algo.advantage.is_correction_level token: .*second time.*: off",
+        ),
+        (dict(replay__ratio=1, train__batch_size=48), "--train.batch_size 48: .*--replay.ratio.*64"),
+        (
+            dict(replay__ratio=1, rollout__n_samples_per_prompt=1, rollout__batch_size=64),
+            "--replay.skip_uninformative: .*--no-replay.skip_uninformative",
+        ),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
     ],
 )
@@ -102,6 +121,17 @@ def test_without_bapo_openrlhfs_arguments_are_its_own(tmp_path, given):
     expected = "gspo" if "gspo" in given.values() else "ppo"
     assert args.actor.policy_loss_type == args.policy_loss == expected
     assert args.bapo == Namespace(**{name: None for name in vars(args.bapo)}) or set(vars(args.bapo).values()) == {None}
+
+
+def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):
+    def ratio_base(**flags):
+        return pipeline.parse(pipeline.flags(tmp_path, **flags)).offpolicy.ratio_base
+
+    assert ratio_base(policy_loss="bapo") == "recomputed"
+    assert ratio_base(policy_loss="bapo", train__async_enable=True) == "rollout"
+    assert ratio_base(policy_loss="bapo", offpolicy__ratio_base="rollout") == "rollout"
+    assert ratio_base(replay__ratio=1) == "recomputed"
+    assert ratio_base(policy_loss="ppo") is None and ratio_base(train__async_enable=True) is None
 
 
 def test_help_shows_openrlhfs_flags_and_ours():

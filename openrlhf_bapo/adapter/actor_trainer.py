@@ -3,6 +3,7 @@
 Importing this module puts both of its classes into their seams in `openrlhf.trainer.ray.ppo_actor`.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,9 +14,10 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
-from openrlhf_bapo.adapter.flags import clip_config_from_args
+from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy
 from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.core.clip_bounds import ClipBounds
+from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 
 
 class UpdateWindowLoader(DataLoader):
@@ -54,32 +56,72 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if self.args.policy_loss != "bapo":
-            return
-        bapo = self.args.bapo
-        self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
-            self.actor_loss_fn,
-            clip_config=clip_config_from_args(bapo),
-            token_weight=bapo.token_weight,
-            group=self.strategy.ds_device_mesh["dp"].get_group(),
-        )
-        if bapo.scope == "update":
-            self.replay_buffer.update_ends = self._update_ends
-            self.replay_buffer.before_update = self._before_update
+        self._group = self.strategy.ds_device_mesh["dp"].get_group()
+        if self.args.policy_loss == "bapo":
+            bapo = self.args.bapo
+            self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
+                self.actor_loss_fn,
+                clip_config=clip_config_from_args(bapo),
+                token_weight=bapo.token_weight,
+                group=self._group,
+            )
+            if bapo.scope == "update":
+                self.replay_buffer.update_ends = self._update_ends
+                self.replay_buffer.before_update = self._before_update
+        if is_off_policy(self.args):
+            self.actor_loss_fn.register_forward_hook(self._tally_off_policy, with_kwargs=True)
+        if self.args.replay.ratio:
+            self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, to its status."""
-        if self.args.policy_loss != "bapo":
-            return super().ppo_train(kl_ctl)
+        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`."""
         self._is_first_update = True
         self._ratio_forward_timers = []
+        self._off_policy_tally = None
         status = super().ppo_train(kl_ctl)
-        found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
-        if found:
-            status.update(_bapo_metrics(found))
-        if self.args.bapo.scope == "update":
-            status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+        if self.args.policy_loss == "bapo":
+            found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
+            if found:
+                status.update(_bapo_metrics(found))
+            if self.args.bapo.scope == "update":
+                status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+        if self._off_policy_tally is not None:
+            status.update(offpolicy_metrics(self._off_policy_tally.all_reduce(self._group)))
         return status
+
+    def training_step(self, experience: Experience, *args, **kwargs) -> dict:
+        """Upstream's; the loss's hook learns how stale the micro-batch's tokens are."""
+        self._staleness = experience.staleness
+        return super().training_step(experience, *args, **kwargs)
+
+    def _tally_off_policy(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
+        log_probs, behaviour, advantages = (x.detach() for x in args)
+        tally = tally_offpolicy(
+            (log_probs - behaviour).clamp(-20.0, 20.0).exp(),
+            advantages,
+            kwargs["action_mask"],
+            self._staleness,
+            1 - loss_fn.clip_eps_low,
+            1 + loss_fn.clip_eps_high,
+        )
+        self._off_policy_tally = tally if self._off_policy_tally is None else self._off_policy_tally + tally
+
+    def _plan_steps_for_all_samples(self) -> None:
+        """Lift dynamic batch's cap on the optimizer steps, which OpenRLHF reckons from the fresh samples.
+
+        What is left is its other bound, the samples that are there.
+        """
+        upstream = self.replay_buffer.setup_dynamic_batch
+
+        def setup_dynamic_batch(strategy) -> None:
+            planned = strategy.args.rollout.batch_size
+            strategy.args.rollout.batch_size = planned * (2 + math.ceil(strategy.args.replay.ratio))
+            try:
+                upstream(strategy)
+            finally:
+                strategy.args.rollout.batch_size = planned
+
+        self.replay_buffer.setup_dynamic_batch = setup_dynamic_batch
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:
         """For every micro-batch of one epoch, whether it is the last of its optimizer step's window."""
@@ -91,7 +133,9 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     @torch.no_grad()
     def _before_update(self, window: list[Experience]) -> None:
-        ratio_is_one, self._is_first_update = self._is_first_update, False
+        ratio_is_one = self._is_first_update and self.args.offpolicy.ratio_base == "recomputed"
+        ratio_is_one = ratio_is_one and not self.args.replay.ratio
+        self._is_first_update = False
         if len(window) == 1:
             self.actor_loss_fn.set_bounds(None)
             return

@@ -7,10 +7,12 @@ from dataclasses import fields, replace
 from typing import NoReturn
 
 from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
+from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
 SCOPES = ("update", "micro_batch")
 TOKEN_WEIGHTS = ("none", "rollout_prob")
+RATIO_BASES = ("auto", "recomputed", "rollout")
 
 # What a preset sets beside its ClipConfig. The released recipe searches per micro-batch and clips dually with c = 3.
 _RELEASED_SCOPE, _RELEASED_DUAL_CLIP = "micro_batch", 3.0
@@ -22,6 +24,14 @@ _BOUND_HELP = {
     "ratio_upper_start": "upper clip bound before any raise, at least 1",
     "ratio_upper_max": "highest upper clip bound",
     "ratio_upper_step": "one raise of the upper clip bound",
+}
+
+_REPLAY_HELP = {
+    "ratio": "replayed groups per fresh group; 0: off",
+    "capacity": "the most groups kept",
+    "max_staleness": "the highest staleness of a replayed group, in policy versions",
+    "max_reuse": "how many times a group may be replayed",
+    "seed": "of the draws",
 }
 
 
@@ -65,6 +75,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="weight of a token in the search: none, or its probability at rollout (as the paper writes Eq. 8)",
     )
+    group = parser.add_argument_group("off-policy data")
+    group.add_argument(
+        "--offpolicy.ratio_base",
+        choices=RATIO_BASES,
+        default=None,
+        help="the ratio's denominator for fresh samples: recomputed by the actor (as OpenRLHF does), or the rollout "
+        "engine's own; auto (with bapo the default): rollout in async training, else recomputed",
+    )
+    defaults = ReplayConfig()
+    for name, text in _REPLAY_HELP.items():
+        default = getattr(defaults, name)
+        group.add_argument(f"--replay.{name}", type=type(default), default=default, help=f"{text} ({default})")
+    group.add_argument(
+        "--replay.strategy",
+        choices=STRATEGIES,
+        default=defaults.strategy,
+        help="which groups are drawn (advantage: with probability by mean absolute advantage)",
+    )
+    group.add_argument(
+        "--replay.skip_uninformative",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.skip_uninformative,
+        help="keep no groups whose rewards are all equal",
+    )
+    group.add_argument(
+        "--replay.discard_saved", action="store_true", help="with --ckpt.load_enable: start with an empty pool"
+    )
     parser.add_argument(
         "--eval.at_start",
         action="store_true",
@@ -105,6 +142,7 @@ def resolve_flags(args: Namespace) -> None:
         raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
+    _resolve_off_policy(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
     if policy_loss != "bapo":
@@ -130,6 +168,63 @@ def resolve_flags(args: Namespace) -> None:
     resolved = {field.name: getattr(config, field.name) for field in fields(config)}
     resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def _resolve_off_policy(values: dict, policy_loss: str) -> None:
+    """Check `--offpolicy.*` and `--replay.*`; leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way."""
+    try:
+        replay = ReplayConfig(**{f.name: values[f"replay.{f.name}"] for f in fields(ReplayConfig)})
+    except ValueError as error:
+        raise FlagError(f"--replay.{error}") from None
+    base = values["offpolicy.ratio_base"]
+    is_async = values.get("train.async_enable", False)
+    if base is None and (policy_loss == "bapo" or replay.ratio):
+        base = "auto"
+    if base == "recomputed" and is_async:
+        raise FlagError(
+            "--offpolicy.ratio_base recomputed: hides the staleness of --train.async_enable; allowed: auto, rollout"
+        )
+    if base == "auto":
+        base = "rollout" if is_async else "recomputed"
+    values["offpolicy.ratio_base"] = base
+
+    level = values.get("algo.advantage.is_correction_level", "off")
+    if base == "rollout" and level != "off":
+        raise FlagError(
+            f"--algo.advantage.is_correction_level {level}: counts the mismatch of trainer and engine a second time; "
+            "allowed with a ratio against the rollout engine (async training, or --offpolicy.ratio_base rollout): off"
+        )
+    if base == "rollout" and policy_loss == "gspo":
+        raise FlagError("--offpolicy.ratio_base rollout: allowed with --policy_loss ppo or bapo, which is gspo")
+    if not replay.ratio:
+        return
+    if policy_loss == "gspo":
+        raise FlagError(f"--replay.ratio {replay.ratio}: allowed with --policy_loss ppo or bapo, which is gspo")
+    num_samples, size = values.get("rollout.n_samples_per_prompt"), values.get("train.batch_size")
+    if num_samples is None:
+        return  # OpenRLHF's flags are not known yet
+    if num_samples == 1 and replay.skip_uninformative:
+        raise FlagError(
+            "--replay.skip_uninformative: skips every group of --rollout.n_samples_per_prompt 1; allowed: "
+            "--no-replay.skip_uninformative"
+        )
+    if values["rollout.batch_size"] * num_samples % size:
+        raise FlagError(
+            f"--train.batch_size {size}: with --replay.ratio it must divide --rollout.batch_size x "
+            f"--rollout.n_samples_per_prompt, which is {values['rollout.batch_size'] * num_samples}"
+        )
+    if values["data.max_images_per_prompt"]:
+        raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")
+
+
+def is_off_policy(args: Namespace) -> bool:
+    """Whether samples must know their versions and the engine's log-probs; `args` as OpenRLHF nests them."""
+    return args.offpolicy.ratio_base is not None
+
+
+def replay_config_from_args(replay: Namespace) -> ReplayConfig:
+    """The pool's settings from `args.replay`."""
+    return ReplayConfig(**{field.name: getattr(replay, field.name) for field in fields(ReplayConfig)})
 
 
 def clip_config_from_args(bapo: Namespace) -> ClipConfig:

@@ -23,11 +23,27 @@ def register() -> None:
     """
     wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
     wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
+    wrapt.register_post_import_hook(_use_experience, "openrlhf.trainer.ppo_utils.experience")
+    wrapt.register_post_import_hook(_note_versions, "openrlhf.trainer.ray.vllm_engine")
+    for trainer in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
+        wrapt.register_post_import_hook(_use_off_policy_parts, trainer)
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
 
 
 def _use_actor_trainer(_: ModuleType) -> None:
     importlib.import_module("openrlhf_bapo.adapter.actor_trainer")  # puts itself in place
+
+
+def _use_experience(_: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.experience")  # puts itself in place
+
+
+def _note_versions(vllm_engine: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.vllm_engine").note_versions(vllm_engine)
+
+
+def _use_off_policy_parts(trainer: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.trainer").use_off_policy_parts(trainer)
 
 
 def _accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:

@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
+
 # (title, {tag: label}); a panel without data is left out, so that runs without BAPO can be drawn too.
 _PANELS = [
     ("reward of the rollouts", {"train/rollout/reward_mean": None}),
@@ -16,6 +18,14 @@ _PANELS = [
     (
         "clipped tokens (fraction)",
         {"train/bapo/clip_frac_positive": "advantage > 0", "train/bapo/clip_frac_negative": "advantage < 0"},
+    ),
+    (
+        "staleness of the tokens (versions)",
+        {"train/offpolicy/staleness_max": "maximum", "train/offpolicy/staleness_mean": "mean"},
+    ),
+    (
+        "effective sample size of the ratios (fraction)",
+        {f"train/offpolicy/ess/staleness_{label}": f"staleness {label}" for label in STALENESS_BUCKETS},
     ),
 ]
 

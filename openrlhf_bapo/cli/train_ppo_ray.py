@@ -7,6 +7,8 @@ import runpy
 import sys
 
 from openrlhf_bapo.adapter.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
+from openrlhf_bapo.adapter.replay_checkpoint import check_saved_pool
+from openrlhf_bapo.core.replay_pool import ReplayPoolError
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
 
@@ -35,7 +37,8 @@ def _parse_our_flags_too() -> None:
         parsed = upstream(parser, *args, **kwargs)
         try:
             resolve_flags(parsed)
-        except FlagError as error:
+            check_saved_pool(parsed)
+        except (FlagError, ReplayPoolError) as error:
             parser.error(str(error))
         _prepare_ray(parsed)
         return parsed

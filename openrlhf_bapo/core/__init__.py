@@ -1,1 +1,1 @@
-"""The ideas: torch and the standard library only; knows no OpenRLHF, Ray or vLLM."""
+"""The ideas: torch, safetensors and the standard library only; knows no OpenRLHF, Ray or vLLM."""

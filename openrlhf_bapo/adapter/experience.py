@@ -1,0 +1,23 @@
+"""OpenRLHF's Experience with what off-policy training must know of every token.
+
+Importing this module puts the class into its seam in `openrlhf.trainer.ppo_utils.experience`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from openrlhf.trainer.ppo_utils import experience
+
+
+@dataclass
+class OffPolicyExperience(experience.Experience):
+    """Adds policy versions; upstream's batching treats the new fields by their role, like its own."""
+
+    versions: torch.Tensor = experience.tensor_field("step", default=None)
+    """(B, A) integer: the policy version that generated each action token, 0 elsewhere."""
+
+    staleness: torch.Tensor = experience.tensor_field("step", default=None)
+    """(B, A) integer: versions published between generation and this training step, 0 elsewhere."""
+
+
+experience.Experience = OffPolicyExperience

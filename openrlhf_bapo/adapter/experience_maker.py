@@ -1,0 +1,132 @@
+"""OpenRLHF's RemoteExperienceMaker with the behaviour policy's log-probs, staleness, and replay of past groups."""
+
+from dataclasses import fields
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from openrlhf_bapo.adapter.flags import is_off_policy, replay_config_from_args
+from openrlhf_bapo.core.replay_pool import Group, ReplayPool
+
+# Experience's fields under the pool's names.
+_POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behaviour_log_probs"}
+
+
+class OffPolicyExperienceMaker(RemoteExperienceMaker):
+    """Upstream's; the ratio's denominator is the policy that really generated the token.
+
+    Fresh samples are made as ever. With `--offpolicy.ratio_base rollout` their denominator is then the engine's own
+    log-prob instead of the recomputed one. Replayed groups come back as they were made: tokens, denominator,
+    advantages, and whatever else the fresh sample had. Advantages are relative to the group's own rewards, reference
+    log-probs belong to a policy that does not change, and values and returns (GAE) are those of the rollout's time:
+    computing them anew would pair old rewards with a critic that has since learned from them.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.policy_version = 0
+        """Weight updates published to the engines so far, those before a resume included."""
+        self.version_offset = 0
+        """What to add to an engine's own count, which starts at 0 with every run."""
+        self.pool = None
+        if self.args.replay.ratio:
+            self.pool = ReplayPool(replay_config_from_args(self.args.replay))
+        self.last_checkpoint: int | None = None
+        """When OpenRLHF's latest checkpoint was written, of those that the pool has followed."""
+        self.fresh: list[Experience] = []
+        """The last training step's fresh samples, which the rollout statistics describe."""
+        self._metrics: dict[str, float] = {}
+
+    @torch.no_grad()
+    def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
+        """Upstream's forward passes; then staleness, and the ratio's denominator."""
+        experiences = super().make_experience(samples_list)
+        if is_off_policy(self.args):
+            mismatch, num_mixed = [], 0
+            for experience in experiences:
+                mask = experience.action_mask
+                experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
+                experience.staleness = torch.where(mask > 0, self.policy_version - experience.versions, 0)
+                newest = torch.where(mask > 0, experience.versions, -1).amax(-1)
+                num_mixed += int(((experience.versions != newest[:, None]) & (mask > 0)).any(-1).sum())
+                gap = (experience.rollout_log_probs - experience.action_log_probs).abs()
+                mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
+                if self.args.offpolicy.ratio_base == "rollout":
+                    experience.action_log_probs = experience.rollout_log_probs * mask
+            self._metrics["offpolicy/mixed_versions"] = num_mixed / sum(len(e.sequences) for e in experiences)
+            mismatch = torch.cat(mismatch)
+            if mismatch.numel():
+                self._metrics["offpolicy/engine_mismatch"] = mismatch.mean().item()
+        return experiences
+
+    @torch.no_grad()
+    def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """Upstream's experience; with replay on, one batch a data-parallel rank with its share of replayed groups."""
+        self.fresh = super().make_experience_batch(rollout_samples)
+        if self.pool is None:
+            return self.fresh
+        by_index = {}
+        for experience in self.fresh:
+            index = experience.index  # splitting drops it
+            by_index |= zip(index, split_experience_batch(experience), strict=True)
+        samples = remove_padding_in_sequences([by_index[i] for i in sorted(by_index)])
+        size = self.args.rollout.n_samples_per_prompt
+        groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+
+        replayed = self.pool.sample(self._num_replayed(len(groups)), self.policy_version)
+        self.pool.add(_to_group(group) for group in groups)  # after the draw: a group is not replayed beside itself
+        for group in replayed:
+            samples += [self._from_pool(sample) for sample in group.samples]
+
+        num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
+        num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+        self._metrics["replay/samples_dropped"] = float(len(samples) % self.args.train.batch_size)
+        return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
+
+    def metrics(self) -> dict[str, float]:
+        """What is to be logged of the last training step's experience."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics if self.pool is None else metrics | self.pool.metrics()
+
+    def _num_replayed(self, num_fresh: int) -> int:
+        """Groups to draw: as many as are asked for and there, so that the batch ends with a full optimizer step."""
+        self.pool.sample(0, self.policy_version)  # drops what is too old
+        most = min(round(self.args.replay.ratio * num_fresh), len(self.pool))
+        size, batch_size = self.args.rollout.n_samples_per_prompt, self.args.train.batch_size
+        fits = (n for n in range(most, -1, -1) if (num_fresh + n) * size % batch_size == 0)
+        return next(fits, most)
+
+    def _from_pool(self, sample: dict[str, torch.Tensor]) -> Experience:
+        values = {"info": {}, "prompts": [""], "labels": [""], "images": [None], "mm_train_inputs": [None]}
+        for name, tensor in sample.items():
+            if name.startswith("info."):
+                values["info"][name.removeprefix("info.")] = tensor
+            else:
+                values[name] = tensor
+        for field, name in _POOL_NAMES.items():
+            values[field] = values.pop(name)
+        values["sequences"] = values["sequences"].long()
+        values["action_mask"] = values["action_mask"].long()
+        values["attention_mask"] = torch.ones_like(values["sequences"])
+        values["staleness"] = torch.where(values["action_mask"] > 0, self.policy_version - values["versions"], 0).int()
+        return Experience(**values)
+
+
+def _to_group(samples: list[Experience]) -> Group:
+    """A prompt's fresh samples as the pool keeps them: every tensor of the experience, under its name."""
+    kept = []
+    for sample in samples:
+        tensors = {f.name: getattr(sample, f.name) for f in fields(Experience) if f.name != "staleness"}
+        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        for field, name in _POOL_NAMES.items():
+            tensors[name] = tensors.pop(field)
+        del tensors["attention_mask"]  # all ones, since the padding is gone
+        tensors |= {f"info.{name}": torch.as_tensor(value) for name, value in sample.info.items()}
+        kept.append(tensors)
+    return Group(kept, torch.stack([sample.rewards for sample in samples]).float())

@@ -1,0 +1,61 @@
+"""What OpenRLHF's trainers do around a training step: policy versions, logs, the replay pool's checkpoints."""
+
+import functools
+from types import ModuleType
+
+from openrlhf_bapo.adapter.replay_checkpoint import load_pool, save_pool
+
+
+def use_off_policy_parts(trainer_module: ModuleType) -> None:
+    """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
+    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
+    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+
+    trainer_module.SamplesGenerator = VersionedSamplesGenerator
+    trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
+    if hasattr(trainer_module, "RemoteExperienceMaker"):
+        trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
+    name = "PPOTrainer" if hasattr(trainer_module, "PPOTrainer") else "TrainingActor"
+    # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
+    trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
+    _after(trainer, "broadcast_to_vllm", _count_version)
+    _after(trainer, "save_logs_and_checkpoints", save_pool)
+    _after(trainer, "save_best_checkpoint", save_pool)
+    _after(trainer, "init_checkpoint_states", load_pool)
+    trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
+
+
+def _with_replayed_steps(prepare_datasets):
+    @functools.wraps(prepare_datasets)
+    def with_replayed_steps(strategy, tokenizer):
+        *loaders, max_steps = prepare_datasets(strategy, tokenizer)
+        # The learning-rate schedule's length, which OpenRLHF reckons from the fresh samples.
+        return *loaders, int(max_steps * (1 + strategy.args.replay.ratio))
+
+    return with_replayed_steps
+
+
+def _after(trainer: type, name: str, action) -> None:
+    """Let `action(trainer)` follow a method of the trainer."""
+    upstream = getattr(trainer, name)
+
+    @functools.wraps(upstream)
+    def method(self, *args, **kwargs):
+        result = upstream(self, *args, **kwargs)
+        action(self)
+        return result
+
+    setattr(trainer, name, method)
+
+
+def _count_version(trainer) -> None:
+    trainer.experience_maker.policy_version += 1
+
+
+def _of_fresh_samples(compute_rollout_stats):
+    @functools.wraps(compute_rollout_stats)
+    def of_fresh_samples(self, experiences) -> dict[str, float]:
+        maker = self.experience_maker
+        return compute_rollout_stats(self, maker.fresh) | maker.metrics()
+
+    return of_fresh_samples

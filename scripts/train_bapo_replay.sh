@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The quickstart's policy trained on stale data: every training step reuses as many past prompt groups as it makes new
+# ones, at most four policy versions old. Further flags go to the training command, e.g. --train.async_enable.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+exec bash scripts/train_bapo_quickstart.sh \
+  --replay.ratio 1 \
+  --replay.max_staleness 4 \
+  --replay.max_reuse 2 \
+  --replay.strategy advantage \
+  "$@"

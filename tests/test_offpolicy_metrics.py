@@ -1,0 +1,152 @@
+"""What stale tokens do to an update: the tally and its metrics against a plain loop over the tokens."""
+
+import functools
+import math
+import operator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import advantages, ratios, weights
+
+from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS, offpolicy_metrics, tally_offpolicy
+
+SPANS = {"0": (0, 0), "1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8+": (8, math.inf)}
+GARBAGE = (math.nan, math.inf, -math.inf, -1.0, 1e300)
+
+lowers, uppers = st.floats(0.05, 1.0), st.floats(1.0, 4.0)
+
+
+def stalenesses():
+    """Staleness in versions, every edge and far beyond the last among them."""
+    return st.one_of(st.sampled_from([0, 1, 2, 3, 4, 7, 8, 100]), st.integers(0, 10))
+
+
+def stale_tokens(min_size=0, mask=None):
+    """Lists of (ratio, advantage, mask, staleness)."""
+    return st.lists(
+        st.tuples(ratios(), advantages(), weights() if mask is None else mask, stalenesses()),
+        min_size=min_size,
+        max_size=40,
+    )
+
+
+def as_tensors(token_list, dtype=torch.float64) -> list[torch.Tensor]:
+    """[ratio, advantages, mask, staleness], each [num_tokens]."""
+    columns = [list(column) for column in zip(*token_list, strict=True)] or [[]] * 4
+    return [torch.tensor(column, dtype=kind) for column, kind in zip(columns, [dtype] * 3 + [torch.int64], strict=True)]
+
+
+def metrics_of(token_list, lower=0.8, upper=1.2) -> dict[str, float]:
+    return offpolicy_metrics(tally_offpolicy(*as_tensors(token_list), lower, upper))
+
+
+def expected_metrics(token_list, lower, upper) -> dict[str, float]:
+    """`offpolicy_metrics` as it is defined, token by token."""
+    everything = [token for token in token_list if token[2] > 0]
+    found = {}
+    for suffix, (first, last) in {"": (0, math.inf), **{f"/staleness_{k}": span for k, span in SPANS.items()}}.items():
+        some = [token for token in everything if first <= token[3] <= last]
+        if not some:
+            continue
+        r = [token[0] for token in some]
+        above = [ratio > upper for ratio, advantage, _, _ in some if advantage > 0]
+        below = [ratio < lower for ratio, advantage, _, _ in some if advantage < 0]
+        found[f"offpolicy/ess{suffix}"] = math.fsum(r) ** 2 / (len(r) * math.fsum(x * x for x in r))
+        found[f"offpolicy/ratio_mean{suffix}"] = math.fsum(r) / len(r)
+        found[f"offpolicy/ratio_max{suffix}"] = max(r)
+        found[f"offpolicy/clip_frac_positive{suffix}"] = sum(above) / max(len(above), 1)
+        found[f"offpolicy/clip_frac_negative{suffix}"] = sum(below) / max(len(below), 1)
+        if suffix:
+            found[f"offpolicy/token_frac{suffix}"] = len(some) / len(everything)
+        else:
+            found["offpolicy/staleness_mean"] = sum(token[3] for token in some) / len(some)
+            found["offpolicy/staleness_max"] = max(token[3] for token in some)
+    return found
+
+
+@given(stale_tokens(), lowers, uppers, st.booleans())
+def test_agrees_with_a_plain_loop_over_the_tokens(token_list, lower, upper, bounds_are_tensors):
+    bounds = [torch.tensor(bound, dtype=torch.float64) if bounds_are_tensors else bound for bound in (lower, upper)]
+    found = metrics_of(token_list, *bounds)
+    assert found == pytest.approx(expected_metrics(token_list, lower, upper), rel=1e-9)
+
+
+@given(stale_tokens(), st.lists(st.integers(0, 40), max_size=4), st.randoms())
+def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
+    whole = metrics_of(token_list)
+    random.shuffle(token_list)
+    edges = [0, *sorted(min(cut, len(token_list)) for cut in cuts), len(token_list)]
+    parts = [tally_offpolicy(*as_tensors(token_list[a:b]), 0.8, 1.2) for a, b in zip(edges, edges[1:], strict=False)]
+    assert offpolicy_metrics(functools.reduce(operator.add, parts)) == pytest.approx(whole, rel=1e-9)
+
+
+@given(stale_tokens(), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 2, st.integers(-(2**63), 2**63 - 1))))
+def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
+    plain = metrics_of(token_list)
+    padded = as_tensors(token_list + [(ratio, advantage, 0.0, age) for ratio, advantage, age in garbage])
+    assert offpolicy_metrics(tally_offpolicy(*padded, 0.8, 1.2)) == pytest.approx(plain, rel=1e-12)
+    two_dim = [x.repeat(2, 1) for x in padded]
+    two_dim[2][1] = 0
+    two_dim[2] = two_dim[2] > 0
+    assert offpolicy_metrics(tally_offpolicy(*two_dim, 0.8, 1.2)) == pytest.approx(plain, rel=1e-12)
+
+
+@given(stale_tokens(min_size=1, mask=st.just(1.0)))
+def test_effective_sample_size_lies_above_zero_and_at_most_at_one(token_list):
+    sizes = [value for name, value in metrics_of(token_list).items() if name.startswith("offpolicy/ess")]
+    assert sizes and all(0 < size <= 1 + 1e-12 for size in sizes)
+
+
+@given(stale_tokens(min_size=1, mask=st.just(1.0)), ratios())
+def test_effective_sample_size_is_one_for_equal_ratios(token_list, ratio):
+    found = metrics_of([(ratio, *rest) for _, *rest in token_list])
+    assert all(value == pytest.approx(1) for name, value in found.items() if name.startswith("offpolicy/ess"))
+
+
+@given(stale_tokens(min_size=1, mask=st.just(1.0)))
+def test_token_fractions_of_the_buckets_add_up_to_one(token_list):
+    found = metrics_of(token_list)
+    assert sum(value for name, value in found.items() if "token_frac" in name) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "label"),
+    [(0, "0"), (1, "1"), (2, "2-3"), (3, "2-3"), (4, "4-7"), (7, "4-7"), (8, "8+"), (100, "8+")],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_bucket_reaches_from_its_lower_edge_to_the_next(staleness, label, dtype):
+    tally = tally_offpolicy(*torch.ones(3, 1), torch.tensor([staleness], dtype=dtype), 0.8, 1.2)
+    assert tally.sums[:, 0].tolist() == [float(name == label) for name in STALENESS_BUCKETS]
+    assert torch.isinf(tally.maxima).all(1).tolist() == [name != label for name in STALENESS_BUCKETS]
+    found = offpolicy_metrics(tally)
+    assert found[f"offpolicy/token_frac/staleness_{label}"] == 1 and found["offpolicy/staleness_max"] == staleness
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("make_bound", [float, lambda bound: torch.tensor(bound, dtype=torch.float64)])
+def test_a_ratio_on_a_bound_is_inside_it(dtype, make_bound):
+    ratio = torch.tensor([1.2, 0.6], dtype=dtype)
+    staleness = torch.zeros(2, dtype=torch.int64)
+    tally = tally_offpolicy(
+        ratio, torch.tensor([1.0, -1.0]), torch.ones(2), staleness, make_bound(0.6), make_bound(1.2)
+    )
+    found = offpolicy_metrics(tally)
+    assert found["offpolicy/clip_frac_positive"] == found["offpolicy/clip_frac_negative"] == 0
+
+
+def test_a_tally_is_made_without_reading_a_value_on_the_host():
+    meta = [x.to("meta") for x in as_tensors([(1.0, 1.0, 1.0, 2)])]  # a meta tensor has no values to read
+    bound = torch.ones((), device="meta")
+    tally = tally_offpolicy(*meta, bound, bound)
+    tally += tally
+    assert (tally.sums.shape, tally.maxima.shape) == ((len(STALENESS_BUCKETS), 8), (len(STALENESS_BUCKETS), 2))
+
+
+def test_without_a_token_there_is_no_metric():
+    assert metrics_of([]) == metrics_of([(1.0, 1.0, 0.0, 3)]) == {}
+
+
+def test_ratios_that_all_vanished_leave_an_effective_sample_size_of_zero():
+    assert metrics_of([(0.0, 1.0, 1.0, 2)] * 3)["offpolicy/ess"] == 0

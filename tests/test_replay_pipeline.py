@@ -1,0 +1,121 @@
+"""Replay through the real pipeline: staleness, the ratios that follow from the kept log-probs, and resuming."""
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+
+import pipeline
+import pytest
+
+from openrlhf_bapo.adapter.flags import replay_config_from_args
+from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, pool_directory
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return pipeline.make_model(tmp_path, num_prompts=160)
+
+
+def replay_flags(directory, **overrides) -> list[str]:
+    """Ten global steps of 16 fresh groups of 4 and as many replayed ones."""
+    return pipeline.flags(
+        directory,
+        policy_loss="bapo",
+        data__max_samples=160,
+        actor__adam__lr=3e-4,
+        train__micro_batch_size=16,
+        replay__ratio=1,
+        replay__max_staleness=4,
+        replay__max_reuse=2,
+        **overrides,
+    )
+
+
+def test_replayed_tokens_are_stale_within_the_bound_and_reach_the_ratio(directory):
+    flags = replay_flags(directory, actor__num_gpus_per_node=2)
+    steps = pipeline.steps(pipeline.train(directory, flags, "replay"))
+    assert len(steps) == 10
+    first, *later = steps
+    assert first["offpolicy/staleness_max"] == 0 and first["replay/groups_sampled"] == 0
+    assert max(step["offpolicy/staleness_max"] for step in later) == pytest.approx(4)
+    assert all(step["replay/samples_dropped"] == 0 for step in steps)
+    assert sum(step["replay/groups_sampled"] > 0 for step in later) >= 5
+    assert sum(step["replay/groups_expired"] + step["replay/groups_exhausted"] for step in steps) > 0
+    assert all(step["rollout/num_samples"] == 64 for step in steps)  # fresh samples only
+    # Stale tokens' ratios lie further from 1 than fresh ones'.
+    for step in later:
+        stale = [name for name in step if name.startswith("offpolicy/ess/staleness_") and not name.endswith("_0")]
+        assert all(step[name] < step["offpolicy/ess/staleness_0"] for name in stale)
+    assert all(0 < step["offpolicy/engine_mismatch"] < 0.1 for step in steps)
+
+
+def test_flags_fill_the_pools_settings(tmp_path):
+    config = replay_config_from_args(pipeline.parse(replay_flags(tmp_path, replay__strategy="advantage")).replay)
+    assert (config.ratio, config.max_staleness, config.max_reuse, config.strategy) == (1.0, 4, 2, "advantage")
+
+
+@pytest.mark.parametrize("partial", [None, True], ids=["whole", "partial"])
+def test_in_async_training_versions_come_from_the_engine_and_staleness_reaches_the_ratio(directory, partial):
+    flags = replay_flags(
+        directory,
+        data__max_len=72,
+        rollout__max_new_tokens=64,  # long enough for a weight update to fall into a response
+        train__async_enable=True,
+        train__async_queue_size=2,
+        train__partial_rollout_enable=partial,
+    )
+    steps = pipeline.steps(pipeline.train(directory, flags, "async"))
+    assert len(steps) == 10
+    # OpenRLHF's queue of two: what it hands over is two versions old once it is full.
+    assert any(step["offpolicy/staleness_mean"] >= 1 for step in steps)
+    stale = [step for step in steps if step["offpolicy/staleness_mean"] > 0]
+    assert any(abs(step[name] - 1) > 1e-3 for step in stale for name in step if "ratio_mean/staleness_" in name)
+    mixed = [step["offpolicy/mixed_versions"] for step in steps]
+    assert max(mixed) > 0 if partial else max(mixed) == 0
+
+
+def test_a_killed_run_resumes_with_its_pool_and_draws_what_it_would_have_drawn(directory, capsys):
+    flags = replay_flags(directory, ckpt__save_steps=3, ckpt__max_num=1)
+    log = directory / "killed.log"
+    with pipeline.running([sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags], log) as process:
+        for _ in range(600):
+            if "Global step 4" in log.read_text():
+                break
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+
+    resume = [*flags, "--ckpt.load_enable"]
+    args = pipeline.parse(resume)
+    pool, version = load_saved_pool(args)
+    assert version == 3 and len(pool) > 8
+    pool.sample(0, version)
+    num_groups = min(16, len(pool)) // 8 * 8  # whole optimizer steps of 32 samples
+    drawn = pool.sample(num_groups, version)
+    expected = Counter()
+    for sample in (sample for group in drawn for sample in group.samples):
+        expected.update((version - sample["versions"][sample["action_mask"]]).tolist())
+
+    first, *_, last = steps = pipeline.steps(pipeline.train(directory, resume, "resumed"))
+    assert len(steps) == 7  # 4 to 10
+    assert first["replay/groups_sampled"] == len(drawn) > 0
+    assert first["offpolicy/staleness_max"] == max(expected)
+    one, two_and_three = (first[f"offpolicy/token_frac/staleness_{label}"] for label in ("1", "2-3"))
+    assert one / two_and_three == pytest.approx(expected[1] / (expected[2] + expected[3]))
+    assert last["offpolicy/staleness_max"] <= 4
+    # Pruned together with OpenRLHF's own.
+    assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == {
+        d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()
+    }
+
+    saved = pool_directory(args.ckpt.path) / "groups.safetensors"
+    content = bytearray(saved.read_bytes())
+    content[-1] ^= 1
+    saved.write_bytes(content)
+    with pytest.raises(SystemExit) as exit_:
+        pipeline.parse(resume)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit_.value.code == 2 and str(saved) in error and "--replay.discard_saved" in error
+    pipeline.parse([*resume, "--replay.discard_saved"])

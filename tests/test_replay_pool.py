@@ -1,0 +1,561 @@
+"""The replay pool: its bounds against a plain-Python model, its draws, and what a save and a load keep."""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors.torch import load_file, save_file
+
+from openrlhf_bapo.core import replay_pool
+from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool, ReplayPoolError
+
+FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
+DISCARD = "or pass --replay.discard_saved to start with an empty pool"
+
+
+def make_group(
+    uid: int = 0, versions=(0,), num_samples: int = 2, num_tokens: int = 4, advantage: float = 1.0, **fields
+):
+    """A group whose first token is `uid`; the first sample's first tokens come from `versions`, the rest from newer."""
+    samples = []
+    for index in range(num_samples):
+        token_versions = torch.full((num_tokens - 1,), max(versions) + index)
+        if index == 0:
+            token_versions[: len(versions)] = torch.tensor(versions)
+        samples.append(
+            {
+                "tokens": torch.arange(num_tokens) + uid,
+                "action_mask": torch.ones(num_tokens - 1, dtype=torch.bool),
+                "behaviour_log_probs": -torch.rand(num_tokens - 1, generator=torch.Generator().manual_seed(uid)),
+                "versions": token_versions,
+                "advantages": torch.full((num_tokens - 1,), advantage * (-1) ** index),
+            }
+        )
+    return Group(samples, **{"rewards": torch.arange(num_samples).float(), **fields})
+
+
+def uid_of(group: Group) -> int:
+    return int(group.samples[0]["tokens"][0])
+
+
+def uids(groups) -> list[int]:
+    return [uid_of(group) for group in groups]
+
+
+def identical(a: Group, b: Group) -> bool:
+    """Whether two groups agree in every field, name, dtype, shape and bit."""
+    pairs = [(a.rewards, b.rewards)]
+    for ours, theirs in zip(a.samples, b.samples, strict=True):
+        if ours.keys() != theirs.keys():
+            return False
+        pairs += [(ours[name], theirs[name]) for name in ours]
+    return (a.key, a.num_reused) == (b.key, b.num_reused) and all(
+        x.dtype == y.dtype
+        and x.shape == y.shape
+        # As bytes: NaN equals itself, and 0.0 differs from -0.0.
+        and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+        for x, y in pairs
+    )
+
+
+def filled(config: ReplayConfig, num_groups: int = 6) -> ReplayPool:
+    pool = ReplayPool(config)
+    pool.add(make_group(uid, versions=(uid // 2,)) for uid in range(num_groups))
+    return pool
+
+
+configs = st.builds(
+    ReplayConfig,
+    capacity=st.integers(1, 12),
+    max_staleness=st.integers(0, 4),
+    max_reuse=st.integers(1, 3),
+    strategy=st.sampled_from(STRATEGIES),
+    skip_uninformative=st.booleans(),
+    seed=st.integers(0, 5),
+)
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """The pool, a twin that is never saved, and a model: a list of [uid, oldest version, times drawn] by arrival."""
+
+    @initialize(config=configs)
+    def start(self, config):
+        self.config = config
+        self.pool, self.twin = ReplayPool(config), ReplayPool(config)
+        self.model, self.counts = [], Counter()
+        self.keys, self.totals = {}, Counter()
+        self.version = self.num_made = 0
+        self.directory = Path(tempfile.mkdtemp())
+
+    def teardown(self):
+        if hasattr(self, "directory"):
+            shutil.rmtree(self.directory)
+
+    def leave(self, entries, counter):
+        self.counts[counter] += len(entries)
+        self.model = [entry for entry in self.model if entry not in entries]
+
+    @rule(lags=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans(), st.floats(0, 2)), max_size=6))
+    def add(self, lags):
+        arguments = []
+        for lag, extra_lag, informative, advantage in lags:
+            versions = (self.version - lag, self.version - lag - extra_lag)
+            rewards = torch.tensor([0.0, 1.0 if informative else 0.0])
+            arguments.append(dict(uid=self.num_made, versions=versions, advantage=advantage, rewards=rewards))
+            if informative or not self.config.skip_uninformative:
+                self.model.append([self.num_made, min(versions), 0])
+                self.counts["added"] += 1
+            else:
+                self.counts["skipped"] += 1
+            self.num_made += 1
+        by_age = sorted(self.model, key=lambda entry: (entry[1], entry[0]))
+        self.leave(by_age[: max(0, len(by_age) - self.config.capacity)], "evicted")
+        self.pool.add(make_group(**settings) for settings in arguments)
+        self.twin.add(make_group(**settings) for settings in arguments)
+
+    @rule(num_groups=st.integers(0, 8), published=st.integers(0, 3))
+    def sample(self, num_groups, published):
+        self.version += published
+        stale = [entry for entry in self.model if self.version - entry[1] > self.config.max_staleness]
+        self.leave(stale, "expired")
+        drawn = self.pool.sample(num_groups, self.version)
+        assert [(g.key, uid_of(g)) for g in drawn] == [
+            (g.key, uid_of(g)) for g in self.twin.sample(num_groups, self.version)
+        ]
+
+        found = uids(drawn)
+        assert len(set(found)) == len(found) == min(num_groups, len(self.model))
+        by_age = sorted(self.model, key=lambda entry: (entry[1], entry[0]))
+        if self.config.strategy == "newest":
+            assert found == [entry[0] for entry in by_age[::-1][:num_groups]]
+        if self.config.strategy == "oldest":
+            assert found == [entry[0] for entry in by_age[:num_groups]]
+        entries = {entry[0]: entry for entry in self.model}
+        for group in drawn:
+            entry = entries[uid_of(group)]  # nothing that had left comes back
+            entry[2] += 1
+            assert group.num_reused == entry[2] <= self.config.max_reuse
+            tokens = [sample["versions"][sample["action_mask"]] for sample in group.samples]
+            assert self.version - int(torch.cat(tokens).min()) <= self.config.max_staleness
+            assert self.keys.setdefault(uid_of(group), group.key) == group.key
+        assert len(set(self.keys.values())) == len(self.keys)
+        self.counts["sampled"] += len(drawn)
+        self.leave([entry for entry in self.model if entry[2] >= self.config.max_reuse], "exhausted")
+
+    @rule()
+    def save_and_load(self):
+        self.pool.save(self.directory / "pool", self.version, FINGERPRINT)
+        self.pool, version = ReplayPool.load(self.directory / "pool", self.config, FINGERPRINT)
+        assert version == self.version
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @invariant()
+    def no_group_is_lost_or_counted_twice(self):
+        assert len(self.pool) == len(self.model) <= self.config.capacity
+        metrics = self.pool.metrics()
+        self.twin.metrics()
+        for name in ("added", "skipped", "sampled", "expired", "exhausted", "evicted"):
+            assert metrics[f"replay/groups_{name}"] == self.counts[name], name
+        assert metrics["replay/size"] == len(self.model)
+        assert metrics["replay/bytes"] == sum(group.num_bytes for group in self.pool._groups.values())
+        reuses = [entry[2] for entry in self.model]
+        assert metrics["replay/reuse_mean"] == pytest.approx(sum(reuses) / max(len(reuses), 1))
+        self.totals.update(self.counts)
+        left = self.totals["exhausted"] + self.totals["expired"] + self.totals["evicted"]
+        assert self.totals["added"] - left == len(self.pool)
+        self.counts.clear()
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+# Draws
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
+    def draws(seed):
+        pool = filled(ReplayConfig(strategy=strategy, seed=seed, max_reuse=9, max_staleness=99), 40)
+        return [uids(pool.sample(7, version)) for version in range(20, 25)]
+
+    assert draws(3) == draws(3)
+    assert (draws(3) == draws(4)) == (strategy in ("newest", "oldest"))
+
+
+def test_uniform_draws_every_group_equally_often():
+    pool = filled(ReplayConfig(max_reuse=10**6, max_staleness=99), 8)
+    counts = Counter(uid for _ in range(4000) for uid in uids(pool.sample(2, 4)))
+    for uid in range(8):  # 4000 draws of probability 1/4: five standard deviations are 137
+        assert abs(counts[uid] - 1000) < 137
+
+
+def test_advantage_draws_the_first_group_with_probability_by_mean_abs_advantage():
+    pool = ReplayPool(ReplayConfig(strategy="advantage", max_reuse=10**6))
+    weights = [0.5, 1.0, 1.5, 3.0, 0.0]
+    pool.add(make_group(uid, advantage=weight) for uid, weight in enumerate(weights))
+    draws = [uids(pool.sample(2, 0)) for _ in range(4000)]
+    first, second = (Counter(draw[place] for draw in draws) for place in (0, 1))
+    for uid, weight in enumerate(weights):
+        p = weight / sum(weights)
+        assert abs(first[uid] - 4000 * p) <= 5 * math.sqrt(4000 * p * (1 - p))
+        # Without replacement: the second draw shares out what the first one left.
+        q = sum(other / 6 * weight / (6 - other) for i, other in enumerate(weights) if i != uid)
+        assert abs(second[uid] - 4000 * q) <= 5 * math.sqrt(4000 * q * (1 - q))
+
+
+def test_advantage_draws_groups_of_zero_weight_last_and_in_any_order():
+    pool = ReplayPool(ReplayConfig(strategy="advantage", max_reuse=10**6))
+    pool.add(make_group(uid, advantage=float(uid == 4)) for uid in range(5))
+    draws = [uids(pool.sample(9, 0)) for _ in range(400)]
+    assert all(sorted(draw) == [0, 1, 2, 3, 4] and draw[0] == 4 for draw in draws)
+    seconds = Counter(draw[1] for draw in draws)
+    assert all(50 < seconds[uid] < 150 for uid in range(4))
+
+
+def test_staleness_counts_from_the_oldest_action_token_only():
+    group = make_group(versions=(7, 5, 6))
+    assert group.oldest_version == 5
+    for sample in group.samples:
+        sample["action_mask"] = sample["versions"] != 5
+    assert Group(group.samples, group.rewards).oldest_version == 6
+
+    pool = ReplayPool(ReplayConfig(max_staleness=2, max_reuse=9))
+    pool.add([make_group(versions=(7, 5))])
+    assert len(pool.sample(1, 7)) == 1
+    assert pool.sample(1, 8) == [] and len(pool) == 0
+
+
+def test_mean_abs_advantage_is_over_action_tokens():
+    group = make_group(advantage=-3.0)
+    group.samples[0]["advantages"] = torch.tensor([1.0, -2.0, math.nan])
+    group.samples[0]["action_mask"] = torch.tensor([True, True, False])
+    assert Group(group.samples, group.rewards).mean_abs_advantage == pytest.approx((1 + 2 + 3 * 3) / 5)
+
+
+def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
+    empty = make_group()
+    for sample in empty.samples:
+        sample["action_mask"] = torch.zeros(3, dtype=torch.bool)
+    no_samples = Group([], torch.zeros(0))
+    one_token = {name: torch.zeros(int(name == "tokens"), dtype=dtype) for name, dtype in SAMPLE_DTYPES.items()}
+    only_prompts = Group([one_token, one_token], torch.arange(2))
+    equal = make_group(rewards=torch.ones(2))
+    for skip, num_kept in ((True, 1), (False, 2)):
+        pool = ReplayPool(ReplayConfig(skip_uninformative=skip))
+        pool.add([Group(empty.samples, empty.rewards), no_samples, only_prompts, equal, make_group()])
+        metrics = pool.metrics()
+        assert (metrics["replay/groups_added"], metrics["replay/groups_skipped"]) == (num_kept, 5 - num_kept)
+    assert empty.num_action_tokens == no_samples.num_action_tokens == only_prompts.num_action_tokens == 0
+
+
+def test_a_group_cannot_be_added_while_it_is_in_the_pool():
+    pool = ReplayPool(ReplayConfig(max_reuse=2))
+    pool.add([make_group()])
+    drawn = pool.sample(1, 0)
+    with pytest.raises(ValueError, match="group 0 is in the pool already"):
+        pool.add(drawn)
+
+
+def test_a_group_that_was_used_up_elsewhere_is_not_drawn_again():
+    pool = ReplayPool(ReplayConfig(max_reuse=2))
+    pool.add([make_group(num_reused=2)])
+    assert pool.sample(1, 0) == []
+    metrics = pool.metrics()
+    assert (metrics["replay/groups_added"], metrics["replay/groups_exhausted"]) == (1, 1)
+
+
+# Tensors
+
+
+def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_otherwise():
+    sample = {
+        "tokens": torch.arange(4),
+        "action_mask": torch.tensor([0, 1, 1]),
+        "behaviour_log_probs": torch.rand(3, dtype=torch.float64),
+        "versions": torch.zeros(3, dtype=torch.int64),
+        "advantages": torch.rand(3).bfloat16(),
+        "image": torch.rand(5, dtype=torch.float64),
+        "length": torch.tensor(4),
+    }
+    given_tensors = dict(sample)
+    kept = Group([sample], torch.tensor([1])).samples[0]
+    assert {name: kept[name].dtype for name in SAMPLE_DTYPES} == SAMPLE_DTYPES
+    assert kept["image"] is sample["image"] and kept["length"] is sample["length"]
+    assert all(sample[name] is tensor for name, tensor in given_tensors.items())  # the caller's dict stays as it was
+    again = Group([kept], torch.tensor([1.0])).samples[0]
+    assert all(again[name] is kept[name] for name in kept)
+
+    pool = ReplayPool(ReplayConfig(skip_uninformative=False))
+    pool.add([Group([kept], torch.tensor([1.0]))])
+    assert all(tensor is kept[name] for name, tensor in pool.sample(1, 0)[0].samples[0].items())
+
+
+def test_a_view_is_cloned_so_that_its_batch_can_go():
+    batch = torch.rand(64, 100)
+    group = make_group(rewards=torch.arange(64).float()[:2])
+    group = Group(
+        [{**s, "advantages": batch[0, :3], "row": batch[1], "one": batch[2, 3]} for s in group.samples], group.rewards
+    )
+    for tensor in [group.rewards, *(tensor for sample in group.samples for tensor in sample.values())]:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert torch.equal(group.samples[0]["row"], batch[1]) and group.samples[0]["one"] == batch[2, 3]
+
+
+def test_a_long_token_takes_seventeen_bytes():
+    group = make_group(num_samples=8, num_tokens=1000)
+    assert group.num_tokens == 8000
+    assert group.num_bytes / group.num_tokens == pytest.approx(17, abs=0.05)
+    pool = ReplayPool(ReplayConfig())
+    pool.add([group, make_group(num_samples=8, num_tokens=1000)])
+    assert pool.num_bytes == pool.metrics()["replay/bytes"] == 2 * group.num_bytes
+
+
+def test_a_group_that_cannot_be_is_refused():
+    group = make_group()
+    with pytest.raises(ValueError, match=r"rewards of shape \(3,\) do not fit 2 samples"):
+        Group(group.samples, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"image of shape \(2, 2\) is not allowed"):
+        Group([{**sample, "image": torch.zeros(2, 2)} for sample in group.samples], group.rewards)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(ratio=-1.0), "ratio -1.0 is not allowed; it must be at least 0"),
+        (dict(ratio=math.nan), "ratio nan is not allowed; it must be at least 0"),
+        (dict(ratio=math.inf), "ratio inf is not allowed; it must be at least 0"),
+        (dict(capacity=0), "capacity 0 is not allowed; it must be at least 1"),
+        (dict(max_staleness=-1), "max_staleness -1 is not allowed; it must be at least 0"),
+        (dict(max_reuse=0), "max_reuse 0 is not allowed; it must be at least 1"),
+        (dict(strategy="best"), f"strategy 'best' is not allowed; it must be one of {STRATEGIES}"),
+        (dict(seed=-1), "seed -1 is not allowed; it must be at least 0 and below 2**63"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
+    with pytest.raises(ValueError) as refused:
+        ReplayConfig(**settings)
+    assert str(refused.value) == message
+
+
+# Saving and loading
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.integers(2, 5),
+            st.dictionaries(
+                st.sampled_from(["extra", "a/b:c", "rewards"]),
+                st.sampled_from(
+                    [
+                        torch.tensor(-0.0),
+                        torch.tensor([math.nan, -0.0]),
+                        torch.tensor([], dtype=torch.int64),
+                        torch.tensor([1.5], dtype=torch.bfloat16),
+                        torch.tensor(7, dtype=torch.uint8),
+                    ]
+                ),
+            ),
+        ),
+        max_size=5,
+    ),
+    st.sampled_from(STRATEGIES),
+)
+@settings(max_examples=40)
+def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_have(shapes, strategy):
+    config = ReplayConfig(strategy=strategy, max_reuse=2, skip_uninformative=False)
+    pool = ReplayPool(config)
+    for uid, (num_samples, num_tokens, extras) in enumerate(shapes):
+        group = make_group(uid, num_samples=num_samples, num_tokens=num_tokens, advantage=float(uid))
+        group.samples[-1].update(extras)  # a name that only some samples have
+        pool.add([Group(group.samples, group.rewards)])
+    pool.sample(2, 0)
+    with tempfile.TemporaryDirectory() as directory:
+        pool.save(Path(directory) / "saved", 3, FINGERPRINT)
+        loaded, version = ReplayPool.load(Path(directory) / "saved", config, FINGERPRINT)
+        saved_files = {file.name for file in Path(directory).rglob("*") if file.is_file()}
+    assert version == 3 and saved_files == {"groups.safetensors", "pool.json"}
+    assert (len(loaded), loaded.num_bytes, loaded.metrics()) == (len(pool), pool.num_bytes, pool.metrics())
+    for tensor in (t for g in loaded._groups.values() for sample in g.samples for t in sample.values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    for _ in range(2):
+        for one in (pool, loaded):
+            one.add([make_group(99)])
+        drawn, expected = loaded.sample(3, 1), pool.sample(3, 1)
+        assert len(drawn) == len(expected) and all(map(identical, drawn, expected))
+
+
+def test_a_pool_is_saved_as_few_tensors(tmp_path):
+    filled(ReplayConfig(), 50).save(tmp_path / "pool", 0, FINGERPRINT)
+    assert len(load_file(tmp_path / "pool" / "groups.safetensors")) == 1 + 2 * len(SAMPLE_DTYPES)
+
+
+def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
+    config = ReplayConfig(max_reuse=3, max_staleness=99, strategy="oldest")
+    pool = filled(config, 6)
+    pool.sample(2, 0)
+    pool.metrics()
+    pool.save(tmp_path / "pool", 0, FINGERPRINT)
+    loaded, _ = ReplayPool.load(tmp_path / "pool", replace(config, max_reuse=1, capacity=3), FINGERPRINT)
+    metrics = loaded.metrics()
+    assert (metrics["replay/groups_exhausted"], metrics["replay/groups_evicted"]) == (2, 1)
+    assert uids(loaded.sample(9, 0)) == [3, 4, 5]
+
+
+def refusal(path, fingerprint=FINGERPRINT) -> str:
+    with pytest.raises(ReplayPoolError) as refused:
+        ReplayPool.load(path, ReplayConfig(), fingerprint)
+    assert "\n" not in str(refused.value) and str(refused.value).endswith(DISCARD)
+    return str(refused.value)
+
+
+def rewrite_json(file: Path, **changes) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("pool.json", Path.unlink, "is missing"),
+        ("pool.json", truncate, "is damaged (it is not JSON)"),
+        ("pool.json", lambda file: file.write_bytes(b"\xff\xfe"), "is damaged (it is not JSON)"),
+        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 1"),
+        (
+            "pool.json",
+            lambda file: rewrite_json(file, format_version=2),
+            "has format version 2, but this release reads 1",
+        ),
+        ("pool.json", lambda file: rewrite_json(file, num_reused=[0] * 6), "is damaged (its checksum does not match"),
+        ("pool.json", lambda file: rewrite_json(file, sha256=None), "is damaged (its checksum does not match"),
+        ("groups.safetensors", Path.unlink, "is missing"),
+        ("groups.safetensors", truncate, "is damaged (its checksum is not the one in pool.json)"),
+        ("groups.safetensors", flip_a_bit, "is damaged (its checksum is not the one in pool.json)"),
+        ("groups.safetensors", lambda file: file.write_bytes(b""), "is damaged (its checksum is not the one"),
+        ("groups.safetensors", lambda file: (file.unlink(), file.mkdir()), "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_damaged_pool_is_refused_in_one_line(tmp_path, name, damage, problem):
+    pool = filled(ReplayConfig(max_reuse=2))
+    pool.sample(2, 0)
+    pool.save(tmp_path / "pool", 0, FINGERPRINT)
+    damage(tmp_path / "pool" / name)
+    assert refusal(tmp_path / "pool").startswith(f"{tmp_path / 'pool' / name} {problem}")
+
+
+def test_a_missing_directory_is_refused_in_one_line(tmp_path):
+    assert refusal(tmp_path / "none").startswith(f"{tmp_path / 'none' / 'pool.json'} is missing; ")
+    (tmp_path / "file").touch()
+    assert "cannot be read (Not a directory)" in refusal(tmp_path / "file")
+
+
+def test_another_fingerprint_is_refused_with_the_first_name_that_differs(tmp_path):
+    filled(ReplayConfig()).save(tmp_path / "pool", 0, FINGERPRINT)
+    for fingerprint, problem in (
+        ({"model": "tiny", "tokenizer": "words"}, "tokenizer 'bytes', but this run has tokenizer 'words'"),
+        ({"tokenizer": "bytes"}, "model 'tiny', but this run has model None"),
+        ({**FINGERPRINT, "chat": "x\ny"}, r"chat None, but this run has chat 'x\ny'"),
+    ):
+        assert f"was saved with {problem}; " in refusal(tmp_path / "pool", fingerprint)
+
+
+def interrupt_a_save(monkeypatch, stop_at: int, after: bool):
+    """Let a save's `stop_at`-th change on disk be its last: interrupted before it or `after` it."""
+    num_calls = 0
+
+    def interrupted(function):
+        def wrapper(*args, **kwargs):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == stop_at and not after:
+                raise KeyboardInterrupt
+            function(*args, **kwargs)
+            if num_calls == stop_at:
+                raise KeyboardInterrupt
+
+        return wrapper
+
+    for owner, name in (
+        (replay_pool, "save_file"),
+        (replay_pool, "_sync"),
+        (Path, "mkdir"),
+        (Path, "write_text"),
+        (os, "rename"),
+        (shutil, "rmtree"),
+    ):
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_save_interrupted_anywhere_leaves_the_old_pool_or_the_new_one_and_the_next_save_works(tmp_path, after):
+    config = ReplayConfig()
+    sizes = []
+    for stop_at in range(1, 100):
+        path = tmp_path / str(stop_at) / "pool"
+        filled(config, 4).save(path, 4, FINGERPRINT)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            interrupt_a_save(monkeypatch, stop_at, after)
+            try:
+                filled(config, 6).save(path, 6, FINGERPRINT)
+                finished = True
+            except KeyboardInterrupt:
+                finished = False
+        pool, version = ReplayPool.load(path, config, FINGERPRINT)
+        assert len(pool) == version and version in (4, 6)
+        sizes.append(version)
+        # Interrupted a second time at the worst place, with the leftovers of the first in the way.
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                filled(config, 5).save(path, 5, FINGERPRINT)
+        assert ReplayPool.load(path, config, FINGERPRINT)[1] == version
+        filled(config, 3).save(path, 3, FINGERPRINT)
+        assert ReplayPool.load(path, config, FINGERPRINT)[1] == 3
+        assert [entry.name for entry in path.parent.iterdir()] == ["pool"]
+        if finished:
+            break
+    assert finished and sizes == sorted(sizes) and {4, 6} == set(sizes) and len(sizes) > 8
+
+
+def test_a_save_that_fails_half_way_through_a_file_keeps_the_old_pool(tmp_path, monkeypatch):
+    def half_a_file(tensors, file):
+        save_file(tensors, file)
+        truncate(Path(file))
+        raise OSError("no space left")
+
+    path = tmp_path / "pool"
+    filled(ReplayConfig(), 4).save(path, 4, FINGERPRINT)
+    monkeypatch.setattr(replay_pool, "save_file", half_a_file)
+    with pytest.raises(OSError, match="no space left"):
+        filled(ReplayConfig(), 6).save(path, 6, FINGERPRINT)
+    assert ReplayPool.load(path, ReplayConfig(), FINGERPRINT)[1] == 4
+
+
+def test_what_an_earlier_save_left_aside_does_not_get_into_the_pool(tmp_path):
+    path, part = tmp_path / "pool", tmp_path / "pool.part"
+    part.mkdir()
+    (part / "other.safetensors").touch()
+    assert refusal(path).startswith(f"{path / 'pool.json'} is missing; ")
+    filled(ReplayConfig()).save(str(path), 4, FINGERPRINT)
+    assert sorted(file.name for file in path.iterdir()) == ["groups.safetensors", "pool.json"]
