@@ -38,7 +38,8 @@ def make_groups(batch: dict[str, torch.Tensor], num_groups: int, version: int) -
     """Groups that own their memory: each is cut from `batch`, so that `Group` converts or clones every tensor."""
     batch["versions"].fill_(version)
     samples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-    return [Group(samples, torch.arange(len(samples)).float()) for _ in range(num_groups)]
+    rewards = torch.arange(len(samples)).float()
+    return [Group(samples, rewards, known_oldest_version=version) for _ in range(num_groups)]
 
 
 def timed(function, *args) -> tuple[float, object]:

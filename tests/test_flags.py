@@ -70,6 +70,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
             dict(policy_loss="bapo", train__async_enable=True, algo__advantage__is_correction_level="token"),
             "--algo.advantage.is_correction_level token: .*second time.*: off",
         ),
+        (dict(replay__ratio=0.25), "--replay.ratio 0.25: draws 4 groups .*at least 8"),
         (dict(replay__ratio=1, train__batch_size=48), "--train.batch_size 48: .*--replay.ratio.*64"),
         (
             dict(replay__ratio=1, rollout__n_samples_per_prompt=1, rollout__batch_size=64),

@@ -103,7 +103,7 @@ def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness():
     made = [sample for batch in made for sample in split(batch)]
     maker = object.__new__(OffPolicyExperienceMaker)
     maker.policy_version = 8
-    back = [maker._from_pool(sample) for sample in _to_group(made).samples]
+    back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
     for before, after in zip(made, back, strict=True):
         assert torch.equal(after.staleness, 3 * before.action_mask)
         for field in fields(before):

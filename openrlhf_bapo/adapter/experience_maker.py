@@ -55,14 +55,19 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                 experience.staleness = torch.where(mask > 0, self.policy_version - experience.versions, 0)
                 newest = torch.where(mask > 0, experience.versions, -1).amax(-1)
                 num_mixed += int(((experience.versions != newest[:, None]) & (mask > 0)).any(-1).sum())
-                gap = (experience.rollout_log_probs - experience.action_log_probs).abs()
-                mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
+                if experience.rollout_log_probs is not None:
+                    gap = (experience.rollout_log_probs - experience.action_log_probs).abs()
+                    mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
                 if self.args.offpolicy.ratio_base == "rollout":
+                    if experience.rollout_log_probs is None:
+                        raise ValueError(
+                            "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio is "
+                            "taken against in async training and with --offpolicy.ratio_base rollout"
+                        )
                     experience.action_log_probs = experience.rollout_log_probs * mask
             self._metrics["offpolicy/mixed_versions"] = num_mixed / sum(len(e.sequences) for e in experiences)
-            mismatch = torch.cat(mismatch)
-            if mismatch.numel():
-                self._metrics["offpolicy/engine_mismatch"] = mismatch.mean().item()
+            if sum(gap.numel() for gap in mismatch):
+                self._metrics["offpolicy/engine_mismatch"] = torch.cat(mismatch).mean().item()
         return experiences
 
     @torch.no_grad()
@@ -71,22 +76,32 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.fresh = super().make_experience_batch(rollout_samples)
         if self.pool is None:
             return self.fresh
-        by_index = {}
+        by_index, oldest_by_index = {}, {}
         for experience in self.fresh:
             index = experience.index  # splitting drops it
+            oldest = torch.where(experience.action_mask > 0, experience.versions, self.policy_version).amin(-1)
+            oldest_by_index |= zip(index, oldest.tolist(), strict=True)
             by_index |= zip(index, split_experience_batch(experience), strict=True)
         samples = remove_padding_in_sequences([by_index[i] for i in sorted(by_index)])
         size = self.args.rollout.n_samples_per_prompt
-        groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+        groups = [
+            _to_group(samples[start : start + size], min(oldest_by_index[i] for i in range(start, start + size)))
+            for start in range(0, len(samples), size)
+        ]
 
         replayed = self.pool.sample(self._num_replayed(len(groups)), self.policy_version)
-        self.pool.add(_to_group(group) for group in groups)  # after the draw: a group is not replayed beside itself
+        self.pool.add(groups)  # after the draw: a group is not replayed beside itself
         for group in replayed:
             samples += [self._from_pool(sample) for sample in group.samples]
 
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
-        self._metrics["replay/samples_dropped"] = float(len(samples) % self.args.train.batch_size)
+        # Upstream trains whole micro-batches, under dynamic batch whole optimizer steps. Only a short last rollout
+        # leaves a rest.
+        train = self.args.train
+        unit = train.batch_size if train.dynamic_batch_enable else train.micro_batch_size * num_ranks
+        self._metrics["replay/samples_dropped"] = float(len(samples) % unit)
+        samples = samples[: len(samples) // num_ranks * num_ranks]  # every rank must make as many optimizer steps
         return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
 
     def metrics(self) -> dict[str, float]:
@@ -118,7 +133,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         return Experience(**values)
 
 
-def _to_group(samples: list[Experience]) -> Group:
+def _to_group(samples: list[Experience], oldest_version: int) -> Group:
     """A prompt's fresh samples as the pool keeps them: every tensor of the experience, under its name."""
     kept = []
     for sample in samples:
@@ -129,4 +144,5 @@ def _to_group(samples: list[Experience]) -> Group:
         del tensors["attention_mask"]  # all ones, since the padding is gone
         tensors |= {f"info.{name}": torch.as_tensor(value) for name, value in sample.info.items()}
         kept.append(tensors)
-    return Group(kept, torch.stack([sample.rewards for sample in samples]).float())
+    rewards = torch.stack([sample.rewards for sample in samples])
+    return Group(kept, rewards, known_oldest_version=oldest_version)

@@ -1,6 +1,7 @@
 """Our flags beside OpenRLHF's: definition, checks before anything starts, and the way back to a ClipConfig."""
 
 import argparse
+import math
 import sys
 from argparse import Namespace
 from dataclasses import fields, replace
@@ -212,6 +213,12 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
         raise FlagError(
             f"--train.batch_size {size}: with --replay.ratio it must divide --rollout.batch_size x "
             f"--rollout.n_samples_per_prompt, which is {values['rollout.batch_size'] * num_samples}"
+        )
+    num_drawn, least = round(replay.ratio * values["rollout.batch_size"]), size // math.gcd(size, num_samples)
+    if num_drawn < least:
+        raise FlagError(
+            f"--replay.ratio {replay.ratio}: draws {num_drawn} groups a training step; allowed: what draws at least "
+            f"{least}, which make whole optimizer steps of --train.batch_size {size}"
         )
     if values["data.max_images_per_prompt"]:
         raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")

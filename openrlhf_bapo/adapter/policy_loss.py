@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from openrlhf.models import PolicyLoss
 
+from openrlhf_bapo.adapter.flags import TOKEN_WEIGHTS
 from openrlhf_bapo.core.clip_bounds import (
     ClipBounds,
     ClipConfig,
@@ -13,8 +14,6 @@ from openrlhf_bapo.core.clip_bounds import (
     solve_clip_bounds,
     tally_contributions,
 )
-
-TOKEN_WEIGHTS = ("none", "rollout_prob")
 
 
 class BapoPolicyLoss(PolicyLoss):

@@ -127,6 +127,9 @@ class Group:
     num_reused: int = 0
     """How many times the group was drawn from a pool."""
 
+    known_oldest_version: int | None = None
+    """`oldest_version`, where the maker has it at hand for a whole batch; None: found from the tensors."""
+
     key: int = -1
     """Unique in a pool, ascending in the order of arrival; given by `ReplayPool.add`."""
 
@@ -142,6 +145,10 @@ class Group:
             {name: _compact(tensor, SAMPLE_DTYPES.get(name, tensor.dtype)) for name, tensor in sample.items()}
             for sample in self.samples
         ]
+        self.num_bytes = self.rewards.nbytes + sum(
+            tensor.nbytes for sample in self.samples for tensor in sample.values()
+        )
+        """Bytes of all tensors of the group."""
 
     def _action_values(self, name: str, elsewhere: float) -> torch.Tensor:
         # [tokens of the group]. Selecting with the mask would be shorter, but takes a hundred times as long wherever
@@ -158,6 +165,8 @@ class Group:
     @cached_property
     def oldest_version(self) -> int:
         """The lowest policy version that generated an action token; 2**31 - 1 for a group without one."""
+        if self.known_oldest_version is not None:
+            return self.known_oldest_version
         if not any(sample["action_mask"].numel() for sample in self.samples):
             return _NO_VERSION
         return int(self._action_values("versions", _NO_VERSION).min())
@@ -172,11 +181,6 @@ class Group:
         """Whether the rewards differ: if not, every group-relative advantage is 0."""
         rewards = self.rewards.tolist()
         return any(reward != rewards[0] for reward in rewards)
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors of the group."""
-        return self.rewards.nbytes + sum(tensor.nbytes for sample in self.samples for tensor in sample.values())
 
     @cached_property
     def num_tokens(self) -> int:
@@ -380,7 +384,7 @@ class ReplayPool:
         for key, num_reused, (samples, rewards) in zip(
             record["keys"], record["num_reused"], samples_and_rewards, strict=True
         ):
-            pool._put(Group(samples, rewards, num_reused, key))
+            pool._put(Group(samples, rewards, num_reused, key=key))
         pool._evict()
         return pool, record["version"]
 
