@@ -44,5 +44,5 @@ def test_the_quickstart_raises_held_out_accuracy_and_draws_moving_bounds(runs):
 
 def test_the_replay_example_trains_on_stale_tokens(runs):
     _, scalars = run("train_bapo_replay.sh", runs, STEPS="8", EVAL_STEPS="8")
-    assert max(scalars["train/offpolicy/staleness_max"][1]) == 4
+    assert 2 <= max(scalars["train/offpolicy/staleness_max"][1]) <= 4
     assert sum(scalars["train/replay/groups_sampled"][1]) > 0
