@@ -123,3 +123,10 @@ def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5))
     prepare = _with_replayed_steps(lambda strategy, tokenizer: ("prompts", "evaluation", 100))
     assert prepare(Namespace(args=args), None) == ("prompts", "evaluation", 150)
+
+
+def test_the_schedule_is_lengthened_once_for_sync_and_async_training():
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+
+    assert ppo_trainer_async.prepare_datasets is ppo_trainer.prepare_datasets
+    assert not hasattr(ppo_trainer.prepare_datasets.__wrapped__, "__wrapped__")

@@ -12,10 +12,12 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
 
     trainer_module.SamplesGenerator = VersionedSamplesGenerator
-    trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
-    if hasattr(trainer_module, "RemoteExperienceMaker"):
+    name = "TrainingActor"
+    if hasattr(trainer_module, "PPOTrainer"):
+        name = "PPOTrainer"
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
-    name = "PPOTrainer" if hasattr(trainer_module, "PPOTrainer") else "TrainingActor"
+        # The async module imports it from here, when this has already been done.
+        trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
     # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     _after(trainer, "broadcast_to_vllm", _count_version)
