@@ -56,7 +56,7 @@ def make_model(directory: Path, num_prompts: int = 64) -> Path:
     (directory / "reward.py").write_text(
         "import torch\n\n\n"
         "def reward_func(queries, prompts, labels, **kwargs):\n"
-        "    rewards = torch.tensor([float(any(c in '13579' for c in q[len(p):])) for q, p in zip(queries, prompts)])\n"
+        "    rewards = torch.tensor([sum(c in '13579' for c in q[len(p):]) / 8 for q, p in zip(queries, prompts)])\n"
         "    return {'rewards': rewards, 'scores': rewards, 'extra_logs': {}}\n"
     )
     return directory
