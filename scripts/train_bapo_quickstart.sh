@@ -24,8 +24,6 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
   --actor.lr_scheduler constant \
   --ds.attn_implementation sdpa \
   --vllm.num_engines 1 \
-  --vllm.sync_backend gloo \
-  --vllm.enforce_eager \
   --data.prompt_dataset "$RUNS/start/train.jsonl" \
   --data.label_key label \
   --data.max_len 32 \

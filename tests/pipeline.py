@@ -99,36 +99,11 @@ def flags(directory: Path, **overrides) -> list[str]:
     return [text for name, value in given for text in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
 
 
-class _Parsed(BaseException):
-    """Ends OpenRLHF's main block where it would start Ray."""
-
-
 def parse(argv: list[str]) -> Namespace:
     """Arguments as OpenRLHF's main block makes them from its flags and ours: parsed, checked, nested."""
-    import ray
-    from openrlhf.utils import config
+    from openrlhf_bapo.adapter import arguments
 
-    from openrlhf_bapo.cli import train_ppo_ray
-
-    upstream_hierarchize, upstream_is_initialized, upstream_init = config.hierarchize, ray.is_initialized, ray.init
-    nested, upstream_argv = [], sys.argv
-
-    def hierarchize(args):
-        nested.append(upstream_hierarchize(args))
-        return nested[-1]
-
-    def stop():
-        raise _Parsed
-
-    config.hierarchize, ray.is_initialized = hierarchize, stop
-    try:
-        train_ppo_ray.main(argv)
-    except _Parsed:
-        return nested[-1]
-    finally:
-        config.hierarchize, ray.is_initialized, ray.init = upstream_hierarchize, upstream_is_initialized, upstream_init
-        sys.argv = upstream_argv
-    raise AssertionError("OpenRLHF's main block no longer asks whether Ray runs")
+    return arguments.parse(argv)
 
 
 def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:

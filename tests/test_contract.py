@@ -105,6 +105,8 @@ SOURCES = [
     ("openrlhf.trainer.ppo_utils.replay_buffer", "self.dynamic_optimizer_step = optimizer_steps", "dynamic windows"),
     ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "our ray.init arguments"),
     ("openrlhf.cli.train_ppo_ray", "args = parser.parse_args()", "our flags"),
+    ("openrlhf.cli.train_ppo_ray", "from openrlhf.utils.config import hierarchize", "the plan's arguments"),
+    ("openrlhf.trainer.ppo_trainer_async", "self.rollout_slots.get(block=True)", "the plan's bound on staleness"),
     ("openrlhf.trainer.ppo_trainer", "checkpoint_states = self.init_checkpoint_states()", "--eval.at_start"),
     ("openrlhf.utils.deepspeed.deepspeed", 'init_device_mesh(\n            "cuda", ', "the device mesh on CPU"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", 'torch.device(f"cuda:{', "the replay buffer's device on CPU"),

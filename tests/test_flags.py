@@ -11,6 +11,11 @@ from openrlhf_bapo import ClipConfig
 from openrlhf_bapo.adapter.flags import check_flags, clip_config_from_args
 
 
+@pytest.fixture(autouse=True)
+def reward_file(tmp_path):
+    (tmp_path / "reward.py").touch()
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -76,6 +81,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
             dict(replay__ratio=1, rollout__n_samples_per_prompt=1, rollout__batch_size=64),
             "--replay.skip_uninformative: .*--no-replay.skip_uninformative",
         ),
+        (dict(reward__remote_url="nowhere.py"), "--reward.remote_url nowhere.py: no such file; .*http"),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
     ],
 )

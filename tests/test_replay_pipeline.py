@@ -53,6 +53,7 @@ def test_replayed_tokens_are_stale_within_the_bound_and_reach_the_ratio(director
 
 
 def test_flags_fill_the_pools_settings(tmp_path):
+    (tmp_path / "reward.py").touch()
     config = replay_config_from_args(pipeline.parse(replay_flags(tmp_path, replay__strategy="advantage")).replay)
     assert (config.ratio, config.max_staleness, config.max_reuse, config.strategy) == (1.0, 4, 2, "advantage")
 

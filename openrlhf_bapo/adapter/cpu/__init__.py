@@ -52,6 +52,24 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         wrapt.register_post_import_hook(hook, name)
 
 
+def adapt_flags(args: Namespace) -> None:
+    """Set what a run on this machine's CPU cannot have otherwise, in place, and say so in one line a flag.
+
+    Args:
+        args: flat, names with dots.
+    """
+    values = vars(args)
+    for name, value in {
+        "vllm.sync_backend": "gloo",  # there is no NCCL
+        "vllm.enforce_eager": True,  # there are no CUDA graphs
+        "vllm.enable_sleep": False,  # sleep frees GPU memory for whoever shares the GPU
+        "ds.enable_sleep": False,
+    }.items():
+        if values[name] != value:
+            print(f"openrlhf-bapo: on the CPU --{name} is {value}, not {values[name]}", flush=True)
+            values[name] = value
+
+
 def ray_resources(args: Namespace) -> dict:
     """Arguments for a `ray.init` that starts a cluster here: as many pretended GPUs as the run's flags ask for.
 

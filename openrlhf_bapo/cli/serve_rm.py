@@ -1,0 +1,14 @@
+"""`openrlhf.cli.serve_rm`, OpenRLHF's reward-model server, also on a machine without CUDA."""
+
+import runpy
+import sys
+
+import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
+
+UPSTREAM = "openrlhf.cli.serve_rm"
+
+
+def main(argv: list[str]) -> None:
+    """Serve, with OpenRLHF's own flags (`openrlhf-bapo serve-rm --help`), until the process is ended."""
+    sys.argv = [UPSTREAM, *argv]
+    runpy.run_module(UPSTREAM, run_name="__main__")
