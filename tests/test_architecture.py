@@ -8,7 +8,7 @@ import pytest
 from pipeline import REPOSITORY
 
 PACKAGE = REPOSITORY / "openrlhf_bapo"
-CORE_LIBRARIES = {"torch", "safetensors", "math_verify", "latex2sympy2_extended", "pebble"}
+CORE_LIBRARIES = {"torch", "safetensors", "math_verify", "latex2sympy2_extended", "sympy", "pebble"}
 FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers"}
 
 

@@ -1,0 +1,204 @@
+"""Writes a public mathematics dataset as prompts for OpenRLHF: one line a problem, with input, label, datasource."""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from openrlhf_bapo.adapter.flags import exit_with_one_line
+from openrlhf_bapo.core.math_data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, UnknownKeys, read_problems
+
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_ALLOWED = f"{', '.join(_SUFFIXES)}, or a directory made by datasets' save_to_disk or with .parquet files"
+_NUM_NAMED = 5  # rows named in the summary, a reason
+_ROWS_A_PROGRESS_LINE = 100_000
+
+
+class SourceError(Exception):
+    """Rows cannot be read; the message is one line with what is wrong and what is allowed."""
+
+
+def read_hub(dataset: MathDataset, split: str) -> Iterable[dict]:
+    """The rows of a dataset on the hub, through its cache.
+
+    Raises:
+        SourceError: if there is no hub, no such repository on it, or no such split.
+    """
+    import datasets
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # it would announce each of its retries
+    try:
+        return datasets.load_dataset(dataset.repository, dataset.config, split=split)
+    except OSError as error:
+        raise SourceError(
+            f"--source is not given, and the hub cannot be read ({_one_line(error)}); allowed: --source with a local "
+            f"copy of the hub's {_described(dataset, split)}"
+        ) from error
+    except ValueError as error:
+        raise SourceError(f"--split {split}: {_one_line(error)}") from error
+
+
+def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
+    """The rows of a local file or directory, see `_ALLOWED`.
+
+    Where a directory has several splits or configurations in it, as a copy of a hub repository has, only `split` and
+    the dataset's configuration are read.
+
+    Raises:
+        SourceError: if it cannot be read.
+    """
+    # pyarrow's own errors are ValueErrors and OSErrors, those of json and of decoding are ValueErrors.
+    try:
+        if path.is_dir():
+            yield from _read_directory(path, dataset, split)
+        elif path.suffix.lower() == ".parquet":
+            yield from _read_parquet([path])
+        elif path.suffix.lower() == ".csv":
+            with open(path, encoding="utf-8-sig", newline="") as file:
+                yield from csv.DictReader(file, restkey="(not in the header)")
+        elif path.suffix.lower() in _SUFFIXES:
+            yield from _read_json(path)
+        else:
+            raise SourceError(f"--source {path}: allowed: {_ALLOWED}")
+    except (OSError, ValueError, csv.Error) as error:
+        raise SourceError(f"--source {path}: cannot be read ({_one_line(error)}); allowed: {_ALLOWED}") from error
+
+
+def _read_json(path: Path) -> Iterator[dict]:
+    with open(path, encoding="utf-8") as file:
+        if path.suffix.lower() == ".json" and file.read().lstrip().startswith("["):
+            file.seek(0)
+            rows = enumerate(json.load(file), start=1)
+        else:
+            file.seek(0)
+            rows = ((number, _loads(line, number)) for number, line in enumerate(file, start=1) if line.strip())
+        for number, row in rows:
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} is no JSON object")
+            yield row
+
+
+def _loads(line: str, number: int) -> object:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON: {error}") from error
+
+
+def _read_directory(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
+    import datasets
+
+    if (path / "dataset_dict.json").exists():
+        by_split = datasets.load_from_disk(str(path))
+        if split not in by_split:
+            raise SourceError(f"--split {split}: not in --source {path}; allowed: {', '.join(by_split)}")
+        yield from by_split[split]
+    elif (path / "dataset_info.json").exists():
+        yield from datasets.load_from_disk(str(path))
+    else:
+        files = sorted(path.rglob("*.parquet"))
+        files = [file for file in files if dataset.config in file.relative_to(path).parts] or files
+        names = sorted({_split_name(file) for file in files})
+        if not files:
+            raise SourceError(f"--source {path}: has no dataset in it; allowed: {_ALLOWED}")
+        if split not in names and len(names) > 1:
+            raise SourceError(f"--split {split}: not in --source {path}; allowed: {', '.join(names)}")
+        yield from _read_parquet([file for file in files if len(names) == 1 or _split_name(file) == split])
+
+
+def _split_name(file: Path) -> str:
+    # The hub's layouts: data/train-00000-of-00001.parquet, main/train-00000-of-00001.parquet, main/train/0000.parquet.
+    name = file.stem.split("-")[0]
+    return file.parent.name if name.isdigit() else name
+
+
+def _read_parquet(files: list[Path]) -> Iterator[dict]:
+    from pyarrow import parquet
+
+    for file in files:
+        with parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches():
+                yield from batch.to_pylist()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _described(dataset: MathDataset, split: str) -> str:
+    config = f", configuration {dataset.config}" if dataset.config else ""
+    return f"{dataset.repository}{config}, split {split}"
+
+
+def _with_progress(rows: Iterable[dict]) -> Iterator[dict]:
+    for number, row in enumerate(rows, start=1):
+        yield row
+        if number % _ROWS_A_PROGRESS_LINE == 0:
+            print(f"{number} rows read", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, lines: Iterable[dict]) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def main(argv: list[str]) -> None:
+    """Read, write, and say what was left out: row by row on standard error, summed up on standard output."""
+    parser = argparse.ArgumentParser(prog="openrlhf-bapo data", description=__doc__)
+    parser.error = exit_with_one_line
+    parser.add_argument("name", metavar="NAME", choices=tuple(DATASETS), help=", ".join(DATASETS))
+    parser.add_argument("out", metavar="OUT.jsonl", type=Path, help="file to write; one that stands there is replaced")
+    parser.add_argument("--source", type=Path, help=f"read this instead of the hub: {_ALLOWED}")
+    parser.add_argument("--split", help="of the hub's dataset, or of a directory that has several (by name)")
+    parser.add_argument("--prompt_suffix", default=PROMPT_SUFFIX, help='line after the problem (%(default)s); "": none')
+    args = parser.parse_args(argv)
+    dataset = DATASETS[args.name]
+    split = args.split or dataset.split
+    if args.split and args.source and not args.source.is_dir():
+        parser.error(f"--split {args.split}: --source {args.source} is not a directory; allowed: without --split")
+    try:
+        rows = read_hub(dataset, split) if args.source is None else read_local(args.source, dataset, split)
+        problems = read_problems(_with_progress(rows), dataset)
+    except SourceError as error:
+        parser.error(str(error))
+    except UnknownKeys as error:
+        parser.error(f"--source {args.source or dataset.repository}: {error}")
+
+    summary = []
+    for reason, names in problems.left_out.items():
+        more = ", ..." if len(names) > _NUM_NAMED else ""
+        summary.append(f"{len(names)} {reason} ({', '.join(names[:_NUM_NAMED])}{more})")
+    source = args.source or f"the hub's {_described(dataset, split)}"
+    if not problems.usable:
+        left_out = "; ".join(summary) or "it is empty"
+        parser.error(f"--source {source}: none of {problems.num_rows} rows can be used as {args.name}: {left_out}")
+    for reason, names in problems.left_out.items():
+        if reason != DUPLICATE:  # nothing is lost with them, and there may be a million
+            sys.stderr.writelines(f"left out: {name}: {reason}\n" for name in names)
+    suffix = f"\n{args.prompt_suffix}" if args.prompt_suffix else ""
+    try:
+        _write(
+            args.out,
+            (
+                {"input": problem + suffix, "label": label, "datasource": args.name}
+                for problem, label in problems.usable
+            ),
+        )
+    except OSError as error:
+        parser.error(f"OUT.jsonl {args.out}: cannot be written ({error.strerror}); allowed: a file in a directory")
+    print(f"{args.name}: {problems.num_rows} rows read from {source}, {len(problems.usable)} written to {args.out}")
+    for line in summary:
+        print(f"left out: {line}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

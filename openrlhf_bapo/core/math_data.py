@@ -1,0 +1,269 @@
+"""Public mathematics datasets: from a row as its authors published it to a problem and its final answer.
+
+Keys and forms differ from dataset to dataset, and between copies of one. What all have in common is one reading:
+
+    problem    the first of `PROBLEM_KEYS` that has a value: text, or a chat of one user message
+    answer     the first of `ANSWER_KEYS` that has a value: text, a number, a list of one answer, a `reward_model`
+               with its `ground_truth`, or a worked solution with the answer in its last \\boxed{}
+
+A `MathDataset` says where the rows come from and what else is done to its problems and answers. A row that gives no
+problem with one checkable answer is left out with a reason; of N rows read each one is written or named.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+PROBLEM_KEYS = ("problem", "question", "prompt")
+"""Looked for in this order, whatever their case."""
+
+ANSWER_KEYS = ("answer", "final_answer", "expected_answer", "reward_model", "solution")
+"""Looked for in this order, whatever their case."""
+
+PROMPT_SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
+"""Follows the problem on a line of its own; the wording of DeepSeek-R1's usage recommendations."""
+
+NO_PROBLEM = "no problem text"
+NO_SINGLE_MESSAGE = "chat that is not one user message"
+NEEDS_IMAGE = "needs an image"
+NO_ANSWER = "no answer"
+PROOF = "asks for a proof"
+SEVERAL_ANSWERS = "list of several answers"
+NO_BOXED = "no answer, and no balanced \\boxed{} in the solution"
+NO_MARK = 'no "####" before the answer'
+WORDS = "answer in words"
+NESTED = "list or dict written as text"
+DUPLICATE = "duplicate of an earlier row"
+CONFLICT = "same problem with another answer"
+
+# Minerva marks, on the next line, an image that nobody needs. The first is what OpenRLHF takes for an image's place.
+_IMAGE = re.compile(r"<image|<img\b|!\[[^\]]*\]\(|\\includegraphics(?!.*\s\\nonessentialimage)")
+# What Python makes of a nested value where a file can only hold text, as CSV does.
+_NESTED = re.compile(r"\s*[\[{]\s*[{'\"]")
+_IDS = ("id", "unique_id", "idx")
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+_DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:"'
+
+
+class UnusableRow(Exception):
+    """A row gives no problem with one checkable answer; the message is the reason, one of the constants above."""
+
+
+class UnknownKeys(Exception):
+    """No row has a key that a problem, or an answer, could stand under; the message names the keys of both sides."""
+
+
+def last_boxed(text: str) -> str:
+    """What stands in the last \\boxed{} of a text, nested braces included.
+
+    Raises:
+        UnusableRow: if there is none, or its braces do not balance.
+    """
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    # An escaped character is one step, so that \{ and \} do not count.
+    for step in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(step[0], 0)
+        if mark and depth == 0:
+            return rest[: step.start()]
+    raise UnusableRow(NO_BOXED)
+
+
+def _plain_integer(answer: str) -> str:
+    # 027, 27 and 27.0 are one answer; which of them a file has depends on its copy.
+    match = re.fullmatch(r"([+-]?\d+)(\.0*)?", answer)
+    return str(int(match[1])) if match else answer
+
+
+def _after_mark(answer: str) -> str:
+    # A bare number needs no mark; a worked solution ends with it. Commas only ever group thousands here.
+    if not re.fullmatch(r"-?[\d.,]+", answer) and "####" not in answer:
+        raise UnusableRow(NO_MARK)
+    return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def _without_words(answer: str) -> str:
+    # "$f(x)=a x+b$, where $b$ is an arbitrary integer": no rule can compare what stands outside the formulas.
+    outside = re.sub(r"\$[^$]*\$|\\[A-Za-z]+", "", answer)
+    if re.search(r"[A-Za-z]{2}", outside):
+        raise UnusableRow(WORDS)
+    return answer
+
+
+def _without_dapo_instruction(problem: str) -> str:
+    # It asks for a last line "Answer: ..."; ours asks for \boxed{}, and two instructions would contradict each other.
+    return problem.removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER + ".").removesuffix(_DAPO_AFTER)
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class MathDataset:
+    """Where a dataset is published, and what is special about its rows."""
+
+    repository: str
+    """On the Hugging Face hub."""
+
+    split: str
+    """The one that is read unless told otherwise."""
+
+    config: str | None = None
+    """The hub's name for a part of the repository; None where there is only one."""
+
+    clean_problem: Callable[[str], str] = _unchanged
+    clean_answer: Callable[[str], str] = _unchanged
+    """Called on the text found; raises UnusableRow."""
+
+
+# Repository, configuration and split as on the hub; the comments say where a dataset comes from and what its rows hold.
+DATASETS = {
+    # arXiv 2505.22312. 105,055 rows; `prompt` a chat, `reward_model.ground_truth` a JSON list in a string.
+    "skywork-or1": MathDataset("Skywork/Skywork-OR1-RL-Data", "math"),
+    # arXiv 2503.14476. About 17,000 problems, each a hundred times; `prompt` a chat with an instruction around it.
+    "dapo-math": MathDataset("BytedTsinghua-SIA/DAPO-Math-17k", "train", clean_problem=_without_dapo_instruction),
+    # `problem`, `solution`, `answer`. Answers of the AIME are integers from 000 to 999.
+    "aime24": MathDataset("HuggingFaceH4/aime_2024", "train", clean_answer=_plain_integer),
+    # `problem`, `answer`, `id`.
+    "aime25": MathDataset("math-ai/aime25", "test", clean_answer=_plain_integer),
+    # `problem`, `solution`, `answer`, `unique_id`; the 500 problems of arXiv 2305.20050.
+    "math500": MathDataset("HuggingFaceH4/MATH-500", "test"),
+    # `question`, `answer`; other copies have the answer as a float.
+    "amc23": MathDataset("math-ai/amc23", "test", clean_answer=_plain_integer),
+    # arXiv 2206.14858. `question`, `answer`; other copies have the answer in the solution's \boxed{}.
+    "minerva": MathDataset("math-ai/minervamath", "test"),
+    # arXiv 2402.14008: open-ended, text only, mathematics, English, competition. Every `final_answer` has one entry;
+    # what has several parts or solutions lists them inside it, separated by commas.
+    "olympiadbench": MathDataset(
+        "Hothan/OlympiadBench", "train", config="OE_TO_maths_en_COMP", clean_answer=_without_words
+    ),
+    # arXiv 2110.14168. The answer follows "####" at the end of the solution.
+    "gsm8k": MathDataset("openai/gsm8k", "train", config="main", clean_answer=_after_mark),
+}
+"""By the name that the command takes and that is written as `datasource`."""
+
+
+def _first(row: dict, keys: Iterable[str]) -> tuple[str, object]:
+    by_lower = {name.lower(): value for name, value in row.items() if value is not None}
+    return next(((key, by_lower[key]) for key in keys if key in by_lower), ("", None))
+
+
+def _problem_text(value: object) -> str:
+    if isinstance(value, list):
+        messages = [message for message in value if isinstance(message, dict) and message.get("role") == "user"]
+        if not len(messages) == len(value) == 1:
+            raise UnusableRow(NO_SINGLE_MESSAGE)
+        value = messages[0].get("content")
+    return _not_nested(value.strip() if isinstance(value, str) else "")
+
+
+def _answer_text(key: str, value: object) -> str:
+    if key == "reward_model" and isinstance(value, dict):
+        value = value.get("ground_truth")
+    value = _parsed_list(value)
+    if isinstance(value, list):
+        texts = {_answer_text("", entry) for entry in value}
+        if len(texts) > 1:
+            raise UnusableRow(SEVERAL_ANSWERS)
+        value = texts.pop() if texts else None
+    if isinstance(value, float):
+        value = None if math.isnan(value) else int(value) if value.is_integer() else value
+    text = _not_nested("" if value is None else str(value).strip())
+    return last_boxed(text) if key == "solution" else text
+
+
+def _parsed_list(value: object) -> object:
+    # Only of strings: "[0, 1]" is an interval, '["3"]' a list with one answer.
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, list) and all(isinstance(entry, str) for entry in parsed) else value
+
+
+def _not_nested(text: str) -> str:
+    if _NESTED.match(text):
+        raise UnusableRow(NESTED)
+    return text
+
+
+def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
+    """The problem, and its final answer without $ signs around formulas and without a full stop.
+
+    Raises:
+        UnusableRow: with the reason.
+    """
+    problem = dataset.clean_problem(_problem_text(_first(row, PROBLEM_KEYS)[1])).strip()
+    if not problem:
+        raise UnusableRow(NO_PROBLEM)
+    if _IMAGE.search(problem) or any(value for key, value in row.items() if key.lower().startswith("image")):
+        raise UnusableRow(NEEDS_IMAGE)
+    answer = _answer_text(*_first(row, ANSWER_KEYS))
+    if answer.lower() == "proof":
+        raise UnusableRow(PROOF)
+    label = re.sub(r"(?<!\\)\$", "", dataset.clean_answer(answer)).strip().removesuffix(".").rstrip()
+    if not label:
+        raise UnusableRow(NO_ANSWER)
+    return problem, label
+
+
+@dataclass
+class Problems:
+    """What became of all rows of a dataset."""
+
+    num_rows: int = 0
+    usable: list[tuple[str, str]] = field(default_factory=list)
+    """(problem, label), in the order of the rows."""
+
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    """reason -> the rows, each as "row 3" or "row 3 (id 17)", counted from 1."""
+
+    def leave_out(self, reason: str, row_name: str) -> None:
+        """Count and name a row."""
+        self.left_out.setdefault(reason, []).append(row_name)
+
+
+def read_problems(rows: Iterable[dict], dataset: MathDataset) -> Problems:
+    """Read every row; problems that differ in white space only are one problem.
+
+    Of equal rows the first is used. Of rows with one problem and different answers none is: nobody can tell which is
+    right.
+
+    Raises:
+        UnknownKeys: if no row has a key for a problem, or none for an answer.
+    """
+    found = Problems()
+    first: dict[str, tuple[str, str, str]] = {}  # by problem without white space: problem, label, name of the row
+    conflicting: dict[str, None] = {}
+    keys: dict[str, None] = {}  # as a set, but in the order of the file
+    for number, row in enumerate(rows, start=1):
+        found.num_rows = number
+        keys.update(dict.fromkeys(row))
+        row_id = _first(row, _IDS)[1]
+        name = f"row {number}" if row_id is None else f"row {number} (id {row_id})"
+        try:
+            problem, label = read_row(row, dataset)
+        except UnusableRow as error:
+            found.leave_out(str(error), name)
+            continue
+        same_problem = " ".join(problem.split())
+        if same_problem not in first:
+            first[same_problem] = problem, label, name
+        elif first[same_problem][1] == label:
+            found.leave_out(DUPLICATE, name)
+        else:
+            conflicting[same_problem] = None
+            found.leave_out(CONFLICT, name)
+    for looked_for in (PROBLEM_KEYS, ANSWER_KEYS) if found.num_rows else ():
+        if not any(key.lower() in looked_for for key in keys):
+            raise UnknownKeys(f"has keys {', '.join(keys)}; allowed: one of {', '.join(looked_for)}")
+    for same_problem in conflicting:
+        found.leave_out(CONFLICT, first.pop(same_problem)[2])
+    found.usable = [(problem, label) for problem, label, _ in first.values()]
+    return found
