@@ -1,5 +1,7 @@
 """OpenRLHF's SamplesGenerator, whose samples carry policy versions and, where needed, the engine's log-probs."""
 
+import math
+
 import torch
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -19,6 +21,14 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             samples_generator.SamplingParams = lambda **params: _SamplingParams(**params | {"logprobs": 1})
 
     def _process_response_into_experience(self, response: dict, **generate_kwargs) -> Experience:
+        response = response | {name: _first(response[name]) for name in ("reward", "scores")}
+        response["extra_logs"] = {name: _first(value) for name, value in response["extra_logs"].items()}
+        if self.args.reward.remote_url and not _is_number(response["reward"]):
+            # Upstream would go on with None or NaN, and die elsewhere or train on it.
+            raise RuntimeError(
+                f"--reward.remote_url {','.join(self.args.reward.remote_url)}: the reward of a response is "
+                f"{response['reward']}; the engine's log (RolloutRayActor) says why"
+            )
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         if is_off_policy(self.args):
             versions = torch.zeros(len(response["observation_tokens"]), dtype=torch.int32)
@@ -27,3 +37,12 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             # Cut as upstream cuts the action mask: [1, T - 1].
             experience.versions = versions[1 : experience.sequences.shape[1]].unsqueeze(0)
         return experience
+
+
+def _first(value):
+    """A reward server answers one response with lists of one."""
+    return value[0] if isinstance(value, list) else value
+
+
+def _is_number(reward) -> bool:
+    return reward is not None and math.isfinite(reward)

@@ -3,7 +3,16 @@
 import importlib
 import sys
 
-COMMANDS = {"train": "train_ppo_ray", "progress": "progress", "plot": "plot"}
+COMMANDS = {
+    "train": "train_ppo_ray",
+    "plan": "plan",
+    "data": "data",
+    "evaluate": "evaluate",
+    "serve-rm": "serve_rm",
+    "serve-math-reward": "serve_math_reward",
+    "progress": "progress",
+    "plot": "plot",
+}
 
 
 def main() -> None:

@@ -1,0 +1,294 @@
+"""What a training command will do, on paper: GPUs, memory, tokens, time, staleness, and what will not work."""
+
+import json
+import math
+import os
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openrlhf_bapo.core.memory_plan import (
+    KNOWN_SHAPES,
+    EngineSetup,
+    ModelShape,
+    Phase,
+    StepSizes,
+    Term,
+    TrainingSetup,
+    check_fit,
+    colocated_phases,
+    dynamic_batch_tokens,
+    engine_phase,
+    host_terms,
+    kv_cache,
+    replay_term,
+    rollout_seconds,
+    step_flops,
+    step_sizes,
+    training_phases,
+)
+
+GIB = 2**30
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+"""bf16 weights, and AdamW's fp32 weights and two moments."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU, and what a run makes of it. Defaults are an H100 SXM's (NVIDIA's data sheet, without sparsity)."""
+
+    gpu_memory: float = 80
+    """GiB."""
+
+    gpu_tflops: float = 989
+    """bf16, in 10^12 operations a second."""
+
+    gpu_bandwidth: float = 3350
+    """Of its memory, in 10^9 bytes a second."""
+
+    utilization: float = 0.4
+    """The part of `gpu_tflops` that training reaches: an assumption."""
+
+    response_tokens: int | None = None
+    """Mean length of a response; None: the longest."""
+
+
+@dataclass
+class Plan:
+    """What to print, and what is wrong."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    """What, and how much, in words."""
+
+    phases: dict[str, list[Phase]] = field(default_factory=dict)
+    """Of each kind of GPU, what is in its memory at the same time."""
+
+    host: list[Term] = field(default_factory=list)
+    """Host memory, per GPU but for the replay pool."""
+
+    problems: list[str] = field(default_factory=list)
+    """One line each, with the flag to change."""
+
+
+def read_shape(model: str) -> ModelShape:
+    """The shape of a model: from a folder's config.json, from what we know, or from the hub.
+
+    Raises:
+        ValueError: naming the model, if none of these has it or the plan does not know its architecture.
+    """
+    try:
+        if os.path.isdir(model):
+            return ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
+        if model in KNOWN_SHAPES:
+            return KNOWN_SHAPES[model]
+        from huggingface_hub import hf_hub_download
+
+        return ModelShape.from_config(json.loads(Path(hf_hub_download(model, "config.json")).read_text()))
+    except Exception as error:  # no such folder, repository or network, or another architecture
+        allowed = f"a folder with a config.json, a model on the hub, or without network {', '.join(KNOWN_SHAPES)}"
+        raise ValueError(f"{model}: {str(error).splitlines()[0]}; allowed: {allowed}") from None
+
+
+def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
+    """Plan a run.
+
+    Args:
+        args: as `arguments.parse` gives them.
+        shape: of the actor's model.
+        machine: what it runs on.
+    """
+    plan = Plan()
+    setup, engine = training_setup(args), engine_setup(args)
+    gpu_bytes = int(machine.gpu_memory * GIB)
+    cache = kv_cache(shape, engine, gpu_bytes)
+    shares_gpus = args.train.colocate_all and not args.train.async_enable
+    engine_gpus = args.vllm.num_engines * args.vllm.tensor_parallel_size
+    plan.problems += _clashes(args, shape, setup, engine_gpus)
+    plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
+    _count_gpus(plan, args, setup.num_gpus, engine_gpus)
+    _count_steps(plan, args, setup)
+    if cache.fits:
+        _reckon_times(plan, args, shape, machine)
+        sequences = f"{cache.num_sequences * args.vllm.num_engines:,.0f} sequences of {engine.max_len:,} tokens"
+        plan.facts["KV cache of all engines"] = sequences
+    else:
+        plan.problems.append(
+            f"--vllm.gpu_memory_utilization {args.vllm.gpu_memory_utilization}: {max(cache.budget, 0) / GIB:.1f} GiB "
+            f"are left for KV, not enough for one sequence of --data.max_len {args.data.max_len}; raise it, or "
+            f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}"
+        )
+    if args.ckpt.save_steps > 0 and not args.ckpt.disable_ds:
+        size = CHECKPOINT_BYTES_PER_PARAMETER * shape.num_parameters / GIB
+        plan.facts["checkpoints on disk"] = f"{args.ckpt.max_num} of {size:,.0f} GiB"
+
+    if shares_gpus:
+        plan.phases["every GPU"] = colocated_phases(shape, setup, engine, gpu_bytes)
+    else:
+        plan.phases["an actor's GPU"] = training_phases(shape, setup)
+        plan.phases["an engine's GPU"] = [engine_phase(shape, engine, gpu_bytes)]
+    for gpu, phases in plan.phases.items():
+        fit = check_fit(phases, gpu_bytes)
+        if fit.overflow > 0:
+            largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in fit.largest)
+            plan.problems.append(
+                f"{gpu} needs {fit.phase.total / GIB:.1f} GiB of {machine.gpu_memory:g} in the phase "
+                f"{fit.phase.name!r} (largest: {largest} GiB)"
+            )
+    plan.host = host_terms(shape, setup, engine if shares_gpus else None)
+    if args.replay.ratio:
+        # Beside the pool's own: returns, the engine's log-probs, with a KL loss the reference's, with GAE values.
+        columns = 2 + (args.algo.kl.use_loss and args.algo.kl.init_coef > 0) + bool(args.critic.model_name_or_path)
+        group = args.rollout.n_samples_per_prompt
+        plan.host.append(replay_term(args.replay.capacity, group, args.data.max_len, columns))
+    return plan
+
+
+def training_setup(args: Namespace) -> TrainingSetup:
+    """The actor's side of `args`."""
+    if args.train.dynamic_batch_enable:
+        size = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+        train_tokens, forward_tokens = (
+            dynamic_batch_tokens(limit, args.data.max_len, size)
+            for limit in (args.train.max_tokens_per_gpu, args.rollout.max_tokens_per_gpu)
+        )
+    else:
+        train_tokens, forward_tokens = (
+            group.micro_batch_size * args.data.max_len for group in (args.train, args.rollout)
+        )
+    return TrainingSetup(
+        num_gpus=args.actor.num_nodes * args.actor.num_gpus_per_node,
+        micro_batch_tokens=train_tokens,
+        forward_tokens=forward_tokens,
+        zero_stage=args.ds.zero_stage,
+        adam_offload=args.ds.adam_offload,
+        zpg=args.ds.zpg,
+        grad_accum_bytes=4 if args.ds.grad_accum_dtype == "fp32" else 2,
+        overlap_comm=args.ds.overlap_comm,
+        ring_attn_size=args.ds.ring_attn_size,
+        tensor_parallel_size=args.ds.tensor_parallel_size,
+        gradient_checkpointing=args.actor.gradient_checkpointing_enable,
+        enable_sleep=args.ds.enable_sleep,
+        enable_ema=args.train.enable_ema,
+        has_reference=args.algo.kl.init_coef > 0 and (args.train.colocate_all or args.train.colocate_actor_ref),
+        reference_offload=args.ref.offload,
+        temperature=args.rollout.temperature,
+        entropy_coef=args.actor.entropy_coef,
+    )
+
+
+def engine_setup(args: Namespace) -> EngineSetup:
+    """The rollout engines' side of `args`."""
+    return EngineSetup(
+        max_len=args.data.max_len,
+        tensor_parallel_size=args.vllm.tensor_parallel_size,
+        gpu_memory_utilization=args.vllm.gpu_memory_utilization,
+        enforce_eager=args.vllm.enforce_eager,
+        enable_sleep=args.vllm.enable_sleep,
+    )
+
+
+def _clashes(args: Namespace, shape: ModelShape, setup: TrainingSetup, engine_gpus: int) -> list[str]:
+    """What OpenRLHF, DeepSpeed or vLLM would refuse only after Ray has started."""
+    ranks_per_sample = setup.ring_attn_size * setup.tensor_parallel_size
+    num_ranks = setup.num_gpus // ranks_per_sample
+    at_once = num_ranks * (1 if args.train.dynamic_batch_enable else args.train.micro_batch_size)
+    samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    response = args.rollout.max_new_tokens or 0
+    found = {
+        f"--vllm.num_engines {args.vllm.num_engines} x --vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}: "
+        f"with --train.colocate_all it must be the actor's {setup.num_gpus} GPUs": (
+            args.train.colocate_all and not args.train.async_enable and engine_gpus != setup.num_gpus
+        ),
+        f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}: must divide the model's "
+        f"{shape.num_attention_heads} attention heads": shape.num_attention_heads % args.vllm.tensor_parallel_size,
+        f"--ds.ring_attn_size {setup.ring_attn_size} x --ds.tensor_parallel_size {setup.tensor_parallel_size}: must "
+        f"divide the actor's {setup.num_gpus} GPUs": setup.num_gpus % ranks_per_sample,
+        f"--train.batch_size {args.train.batch_size}: must be a multiple of {at_once}, the samples of one micro-batch "
+        f"on {num_ranks} data-parallel ranks": not num_ranks or args.train.batch_size % at_once,
+        f"--train.batch_size {args.train.batch_size}: a rollout has only {samples} samples": (
+            args.train.batch_size > samples
+        ),
+        f"--data.max_len {args.data.max_len}: the model has {shape.max_position_embeddings} positions": (
+            args.data.max_len > shape.max_position_embeddings
+        ),
+        f"--rollout.max_new_tokens {response}: must be below --data.max_len {args.data.max_len}, which counts the "
+        "prompt too": response >= args.data.max_len,
+    }
+    return [problem for problem, is_there in found.items() if is_there]
+
+
+def _count_gpus(plan: Plan, args: Namespace, actor_gpus: int, engine_gpus: int) -> None:
+    groups = {"actor": actor_gpus, "engines": engine_gpus}
+    colocated = args.train.colocate_all
+    if args.algo.kl.init_coef > 0 and not (colocated or args.train.colocate_actor_ref):
+        groups["reference"] = args.ref.num_nodes * args.ref.num_gpus_per_node
+    if args.critic.model_name_or_path and not colocated:
+        groups["critic"] = args.critic.num_nodes * args.critic.num_gpus_per_node
+    if not args.reward.remote_url and not (colocated or args.train.colocate_critic_reward):
+        groups["reward model"] = args.reward.num_nodes * args.reward.num_gpus_per_node
+    if colocated and not args.train.async_enable:
+        plan.facts["GPUs"] = f"{actor_gpus}, where training and rollout take turns"
+    else:
+        plan.facts["GPUs"] = f"{sum(groups.values())}: " + ", ".join(f"{n} {name}" for name, n in groups.items())
+    if args.critic.model_name_or_path or not args.reward.remote_url:
+        plan.facts["not planned"] = "memory of critic and reward model"
+
+
+def _count_steps(plan: Plan, args: Namespace, setup: TrainingSetup) -> None:
+    num_prompts, num_samples = args.rollout.batch_size, args.rollout.n_samples_per_prompt
+    fresh, length = num_prompts * num_samples, args.data.max_len
+    num_steps = _step_sizes(args, setup).num_optimizer_steps
+    facts = plan.facts
+    facts["rollout"] = (
+        f"{num_prompts} prompts x {num_samples} samples, at most {fresh * length / 1e6:,.1f} million tokens"
+    )
+    facts["optimizer steps per rollout"] = (
+        f"{num_steps}, each of {args.train.batch_size} samples, at most "
+        f"{args.train.batch_size * length / 1e6:,.1f} million tokens"
+    )
+    if left := fresh % args.train.batch_size:
+        facts["samples left over"] = f"{left} of a rollout's {fresh} make no whole optimizer step"
+    staleness = {"fresh samples": args.train.async_queue_size if args.train.async_enable else 0}
+    if args.replay.ratio:
+        staleness["replayed samples"] = args.replay.max_staleness
+    facts["staleness in policy versions"] = ", ".join(f"at most {n} of {what}" for what, n in staleness.items())
+    if args.train.partial_rollout_enable:
+        facts["partial rollouts"] = "a response goes on across weight updates; its tokens know their versions"
+    facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"
+    dataset = args.data.prompt_dataset
+    if dataset and os.path.isfile(dataset):
+        with open(dataset, "rb") as file:
+            rows = min(sum(1 for _ in file), args.data.max_samples)
+        facts["training steps"] = f"{rows * args.train.num_episodes // num_prompts} from {rows:,} prompts"
+
+
+def _step_sizes(args: Namespace, setup: TrainingSetup) -> StepSizes:
+    return step_sizes(
+        setup,
+        args.rollout.batch_size,
+        args.rollout.n_samples_per_prompt,
+        args.train.batch_size,
+        args.train.micro_batch_size,
+        args.train.max_epochs,
+        args.replay.ratio,
+    )
+
+
+def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
+    setup, engine = training_setup(args), engine_setup(args)
+    fresh = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    longest = args.rollout.max_new_tokens or args.data.max_len
+    response = machine.response_tokens or longest
+    prompt = max(args.data.max_len - longest, 0)
+    length = prompt + response
+    trained = _step_sizes(args, setup).num_samples * length * args.train.max_epochs
+    flops = step_flops(shape, trained, fresh * length, length, setup.gradient_checkpointing)
+    training = flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization)
+    cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
+    sequences = math.ceil(fresh / args.vllm.num_engines)
+    rollout = rollout_seconds(shape, engine, cache, sequences, prompt, response, machine.gpu_bandwidth * 1e9)
+    plan.facts[f"time with responses of {response:,} tokens"] = (
+        f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), training "
+        f"{training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {machine.utilization:.0%} of {machine.gpu_tflops:g} "
+        f"TFLOP/s a GPU)"
+    )

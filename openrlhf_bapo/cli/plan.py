@@ -1,0 +1,93 @@
+"""Checks a training command without starting anything, and prints its configuration and its plan on paper."""
+
+import argparse
+import contextlib
+import io
+import sys
+import textwrap
+from types import SimpleNamespace
+
+from openrlhf_bapo.adapter.flags import exit_with_one_line
+from openrlhf_bapo.adapter.plan import GIB, Machine, Plan, make_plan, read_shape
+
+_MACHINE_HELP = {
+    "gpu_memory": "of one GPU, in GiB",
+    "gpu_tflops": "of one GPU in bf16",
+    "gpu_bandwidth": "of one GPU's memory, in GB/s",
+    "utilization": "part of the TFLOP/s that training reaches",
+}
+
+
+def main(argv: list[str]) -> None:
+    """`openrlhf-bapo plan` and a training command's flags; exits with 2 for a mistake, 1 for what does not fit."""
+    parser = argparse.ArgumentParser(prog="openrlhf-bapo plan", description=__doc__, allow_abbrev=False)
+    parser.error = exit_with_one_line
+    parser.add_argument("--plan.model", default=None, help="whose config.json to plan with (the actor's)")
+    parser.add_argument("--plan.response_tokens", type=int, default=None, help="mean length (that of the longest)")
+    for name, text in _MACHINE_HELP.items():
+        default = getattr(Machine, name)
+        parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} ({default})")
+    ours, training = parser.parse_known_args(argv)
+    ours = {name.removeprefix("plan."): value for name, value in vars(ours).items()}
+    for name, value in ours.items():
+        if isinstance(value, int | float) and value <= 0:
+            parser.error(f"--plan.{name} {value}: allowed: above 0")
+    given_model = ours.pop("model")
+
+    from openrlhf_bapo.adapter.arguments import parse
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF's remarks
+        args = parse(training)
+    try:
+        shape = read_shape(given_model or args.actor.model_name_or_path)
+    except ValueError as error:
+        parser.error(f"--{'plan.model' if given_model else 'actor.model_name_or_path'} {error}")
+    print("configuration")
+    print(configuration(args))
+    for remark in said.getvalue().splitlines():
+        print(f"OpenRLHF: {remark}")
+    plan = make_plan(args, shape, Machine(**ours))
+    print(describe(plan, ours["gpu_memory"]))
+    if plan.problems:
+        sys.exit(1)
+
+
+def configuration(args: SimpleNamespace) -> str:
+    """Every flag's value, a paragraph a group."""
+    paragraphs = []
+    for group, values in sorted(vars(args).items()):
+        if group == "logger" and values.wandb.key:
+            values.wandb.key = "(given)"  # a secret
+        nested = _flatten(values) if isinstance(values, SimpleNamespace) else None
+        text = " ".join(f"{name}={value}" for name, value in nested) if nested else str(values)
+        paragraphs.append(textwrap.fill(f"{group}: {text}", 118, initial_indent="  ", subsequent_indent="    "))
+    return "\n".join(paragraphs)
+
+
+def _flatten(values: SimpleNamespace, prefix: str = "") -> list[tuple[str, object]]:
+    found = []
+    for name, value in sorted(vars(values).items()):
+        found += _flatten(value, f"{prefix}{name}.") if isinstance(value, SimpleNamespace) else [(prefix + name, value)]
+    return found
+
+
+def describe(plan: Plan, gpu_memory: float) -> str:
+    """The plan as text.
+
+    Args:
+        gpu_memory: of one GPU, in GiB.
+    """
+    lines = ["", "plan"]
+    width = max(map(len, plan.facts))
+    lines += [f"  {what:{width}}  {text}" for what, text in plan.facts.items()]
+    for gpu, phases in plan.phases.items():
+        lines += ["", f"memory of {gpu}, of {gpu_memory:g} GiB"]
+        lines += [f"  {phase.total / GIB:7.1f} GiB  {phase.name}" for phase in phases]
+        largest = max(phases, key=lambda phase: phase.total)
+        lines += [f"  the largest, {largest.name}:"]
+        lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in largest.terms]
+    if plan.host:
+        lines += ["", "host memory (of each GPU; the replay pool once)"]
+        lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in plan.host]
+    lines += ["", *(f"does not fit: {problem}" for problem in plan.problems)]
+    return "\n".join(lines if plan.problems else [*lines, "everything fits"])

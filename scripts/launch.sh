@@ -1,0 +1,91 @@
+# Runs a recipe. A train_bapo_*.sh script sets the variables that are named in capitals below and the array FLAGS (what it
+# alone wants), sources this, and calls `launch "$@"`. From outside:
+#   DRY_RUN=1        check all flags, print the resolved configuration and the plan; needs no GPU and no Ray
+#   DRY_RUN=command  print the training command, to be run by hand
+#   RAY_ADDRESS=...  join a running Ray cluster; without it one is started on this machine
+#   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
+#   OVERRIDES=FILE   further flags, one a line ("--flag value"); they win over the recipe's
+launch() {
+  FLAGS=(
+    --policy_loss bapo
+    --bapo.preset "$PRESET"
+    --actor.model_name_or_path "$MODEL"
+    --actor.num_nodes "$NUM_NODES"
+    --actor.num_gpus_per_node "$ACTOR_GPUS_PER_NODE"
+    --actor.adam.lr "$LEARNING_RATE"
+    --actor.lr_scheduler constant
+    --actor.gradient_checkpointing_enable
+    --algo.advantage.estimator group_norm # GRPO's (the paper's section 5.1)
+    --algo.kl.init_coef 0                 # no KL term (section 5.1)
+    --reward.remote_url "$REWARD"
+    --data.prompt_dataset "$DATA"
+    --data.input_key input
+    --data.label_key label
+    --data.max_len $((MAX_PROMPT + MAX_RESPONSE))
+    --rollout.batch_size "$PROMPTS"
+    --rollout.n_samples_per_prompt "$SAMPLES"
+    --rollout.max_new_tokens "$MAX_RESPONSE"
+    --rollout.temperature "$TEMPERATURE"
+    --train.batch_size "$BATCH"
+    --train.num_episodes "$EPISODES"
+    --train.dynamic_batch_enable          # responses differ in length by a factor of ten
+    --ds.zero_stage 3
+    --ds.packing_samples
+    --vllm.enable_prefix_caching          # the responses of a prompt share its KV
+    --ckpt.path "$RUN/checkpoints"
+    --ckpt.output_dir "$RUN/model"
+    --ckpt.save_steps "$SAVE_STEPS"
+    --ckpt.max_num 2
+    --logger.tensorboard_dir "$RUN/tensorboard"
+    "${FLAGS[@]}"
+  )
+  if [ "$EVAL_N" -gt 0 ]; then
+    FLAGS+=(
+      --eval.dataset "${EVAL_DATA// /,}"
+      --eval.steps "$EVAL_STEPS"
+      --eval.n_samples_per_prompt "$EVAL_N"
+      --eval.temperature 0.6              # the paper's protocol
+    )
+  fi
+  local flag value file
+  if [ -n "${OVERRIDES:-}" ]; then
+    while read -r flag value; do
+      case $flag in
+        "" | \#*) ;;
+        *) FLAGS+=("$flag" ${value:+"$value"}) ;;
+      esac
+    done <"$OVERRIDES"
+  fi
+  FLAGS+=("$@")
+
+  if [ "${DRY_RUN:-}" = command ]; then
+    printf '%q ' .venv/bin/openrlhf-bapo train "${FLAGS[@]}"
+    exit
+  fi
+  bash scripts/setup.sh
+  if [ -n "${DRY_RUN:-}" ]; then
+    exec .venv/bin/openrlhf-bapo plan --plan.gpu_memory "$GPU_MEMORY" "${FLAGS[@]}"
+  fi
+
+  for file in "$DATA" $EVAL_DATA; do
+    [ -e "$file" ] || .venv/bin/openrlhf-bapo data "$(basename "$file" .jsonl)" "$file"
+  done
+  mkdir -p "$RUN"
+  if [ -e "$RUN/checkpoints/_actor/latest" ]; then
+    echo "resuming from $RUN/checkpoints"
+    FLAGS+=(--ckpt.load_enable)
+  fi
+  local command=("$PWD/.venv/bin/openrlhf-bapo" train "${FLAGS[@]}") log
+  if [ -n "${SUBMIT:-}" ]; then
+    command=(.venv/bin/ray job submit --address "$SUBMIT" -- "${command[@]}")
+  fi
+  log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
+  echo "training in $RUN (everything that is printed goes to $log)"
+  "${command[@]}" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$log"
+  .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" "$RUN/curves.png"
+  if [ "$EVAL_N" -gt 0 ]; then
+    # shellcheck disable=SC2086  # a list of files
+    .venv/bin/openrlhf-bapo evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \
+      --max_new_tokens "$MAX_RESPONSE" --out "$RUN/evaluation"
+  fi
+}

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Serves the math grader for --reward.remote_url http://HOST:PORT/get_reward, until it is stopped.
+# Further flags go to the command, e.g. --time_limit 10.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PORT=${PORT:-5000}
+WORKERS=${WORKERS:-$(nproc)}  # grading processes
+
+bash scripts/setup.sh
+exec .venv/bin/openrlhf-bapo serve-math-reward --port "$PORT" --workers "$WORKERS" "$@"

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# BAPO on OctoThinker-3B (Llama 3.2) with the paper's bounds for it, on one node of 8 GPUs of 80 GiB where training and
+# rollout take turns. `DRY_RUN=1 bash scripts/train_bapo_octothinker3b.sh` checks everything and prints the plan;
+# scripts/launch.sh names what else can be set from outside. Further flags go to the training command.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+MODEL=${MODEL:-OctoThinker/OctoThinker-3B-Long-Zero}
+DATA=${DATA:-$PWD/data/skywork-or1.jsonl} # SkyWork-OR1-RL (the paper's section 5.1); made if it is not there
+EVAL_DATA=${EVAL_DATA:-$PWD/data/aime24.jsonl $PWD/data/aime25.jsonl}
+REWARD=${REWARD:-$PWD/examples/math_reward.py} # a reward-function file, or http://HOST:PORT/get_reward[,...]
+RUN=${RUN:-$PWD/runs/octothinker3b}
+
+NUM_NODES=${NUM_NODES:-1}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+GPU_MEMORY=${GPU_MEMORY:-80}          # GiB a GPU, for the plan
+MAX_TOKENS=${MAX_TOKENS:-16384}       # tokens a GPU trains on at once (ours)
+
+PRESET=${PRESET:-octothinker}         # target 0.45, bounds in [0.8, 0.9] and [1.2, 2.0] (the paper's appendix A)
+LEARNING_RATE=${LEARNING_RATE:-2e-6}  # ours: that of the paper's 7B validation
+TEMPERATURE=${TEMPERATURE:-0.6}       # ours: that of the paper's 7B validation
+MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
+MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens (ours: that of the paper's 7B validation)
+SAMPLES=${SAMPLES:-16}                # responses a prompt (the paper's n)
+PROMPTS=${PROMPTS:-128}               # prompts a rollout (ours)
+BATCH=${BATCH:-512}                   # samples an optimizer step (ours: 4 steps a rollout give the clip work to do)
+EPISODES=${EPISODES:-1}               # passes over the prompts (ours)
+SAVE_STEPS=${SAVE_STEPS:-20}          # rollouts between checkpoints (ours)
+EVAL_STEPS=${EVAL_STEPS:-20}          # rollouts between evaluations (ours)
+EVAL_N=${EVAL_N:-16}                  # responses a problem (the paper's mean over 16); 0: no evaluation
+
+# A base model has no chat template (ours).
+TEMPLATE=${TEMPLATE:-$'Question: {}\n\nAnswer:'}
+
+ACTOR_GPUS_PER_NODE=$GPUS_PER_NODE
+FLAGS=(
+  --train.colocate_all
+  --train.max_tokens_per_gpu "$MAX_TOKENS"
+  --ds.enable_sleep
+  --vllm.num_engines $((NUM_NODES * GPUS_PER_NODE))
+  --vllm.gpu_memory_utilization 0.7
+  --vllm.enable_sleep
+  --data.input_template "$TEMPLATE"
+)
+
+source scripts/launch.sh
+launch "$@"

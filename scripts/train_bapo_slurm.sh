@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# A recipe on several nodes of a Slurm cluster: a Ray head on the first node, a Ray worker on each other, then the recipe.
+#   sbatch --nodes 8 scripts/train_bapo_slurm.sh
+#   RECIPE=scripts/train_bapo_qwen7b.sh sbatch --nodes 2 scripts/train_bapo_slurm.sh
+# The repository and .venv must lie on a file system that all nodes share; sbatch hands the recipe's variables on. Further
+# arguments go to the training command. With DRY_RUN=1 (without Slurm: bash, not sbatch) only the recipe's plan is made.
+#SBATCH --job-name=openrlhf-bapo
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=slurm-%j.log
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
+
+RECIPE=${RECIPE:-scripts/train_bapo_qwen32b.sh}
+PORT=${PORT:-6379} # of the Ray head
+
+export NUM_NODES=${NUM_NODES:-${SLURM_JOB_NUM_NODES:-8}}
+export GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
+if [ -n "${DRY_RUN:-}" ]; then
+  exec bash "$RECIPE" "$@"
+fi
+
+bash scripts/setup.sh
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${nodes[0]}
+on() { srun --nodes 1 --ntasks 1 --overlap --nodelist "$@"; }
+address=$(on "$head" hostname --ip-address | awk '{print $1}')
+
+on "$head" .venv/bin/ray start --block --head --node-ip-address "$address" --port "$PORT" \
+  --num-gpus "$GPUS_PER_NODE" &
+sleep 10
+for node in "${nodes[@]:1}"; do
+  on "$node" .venv/bin/ray start --block --address "$address:$PORT" --num-gpus "$GPUS_PER_NODE" &
+done
+
+export RAY_ADDRESS=$address:$PORT
+started=$SECONDS
+until [ "$(.venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))' 2>/dev/null)" = "$NUM_NODES" ]; do
+  if [ $((SECONDS - started)) -gt 300 ]; then
+    echo "after 300 s fewer than $NUM_NODES nodes have joined Ray at $RAY_ADDRESS" >&2
+    exit 1
+  fi
+  sleep 5
+done
+bash "$RECIPE" "$@" # at its end the job ends, and Slurm ends Ray on every node

@@ -1,0 +1,488 @@
+"""The memory plan against memory: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
+
+import importlib
+import json
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf_bapo.core import memory_plan as plan
+
+GIB = 2**30
+TINY = plan.ModelShape(
+    hidden_size=256,
+    intermediate_size=704,
+    num_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=64,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    qk_norm=False,
+    max_position_embeddings=4096,
+)
+BY_TYPE = {
+    "llama": replace(TINY, attention_bias=False),
+    "qwen2": TINY,
+    "qwen3": replace(TINY, attention_bias=False, qk_norm=True),
+}
+TOKENS = 256
+
+
+def config_of(shape: plan.ModelShape):
+    """transformers' config of this shape."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
+    return kind(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        max_position_embeddings=shape.max_position_embeddings,
+    )
+
+
+def model_of(shape: plan.ModelShape, device: str = "cpu"):
+    """A real model of this shape, in bf16 with sdpa."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config_of(shape), attn_implementation="sdpa", dtype=torch.bfloat16)
+
+
+def count(model) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["32B", "-7B", "3B-Hybrid-Zero", "1.5B"])
+def test_known_models_have_the_published_number_of_parameters(name):
+    published = {"32B": 32.76, "-7B": 7.62, "3B-Hybrid-Zero": 3.21, "1.5B": 1.54}
+    for known, shape in plan.KNOWN_SHAPES.items():
+        if name in known:
+            assert round(shape.num_parameters / 1e9, 2) == published[name], known
+
+
+def test_known_shapes_have_as_many_parameters_as_transformers_builds():
+    for shape in set(plan.KNOWN_SHAPES.values()):
+        assert count(model_of(shape, "meta")) == shape.num_parameters
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_any_shape_read_from_a_config_has_as_many_parameters_as_transformers_builds(data):
+    draw = lambda *choices: data.draw(st.sampled_from(choices))  # noqa: E731
+    kv_heads = draw(1, 2, 4)
+    shape = replace(
+        BY_TYPE[draw(*BY_TYPE)],
+        hidden_size=draw(24, 48),
+        intermediate_size=draw(8, 40),
+        num_layers=draw(1, 3),
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * draw(1, 3),
+        head_dim=draw(8, 16),
+        vocab_size=draw(11, 32),
+        tie_word_embeddings=draw(True, False),
+    )
+    assert plan.ModelShape.from_config(config_of(shape).to_dict()) == shape
+    assert count(model_of(shape, "meta")) == shape.num_parameters
+
+
+def test_a_config_of_another_kind_is_refused_with_what_is_allowed():
+    with pytest.raises(ValueError, match="'gemma3' is not supported; it must be one of llama, qwen2, qwen3"):
+        plan.ModelShape.from_config({"model_type": "gemma3"})
+    with pytest.raises(ValueError, match="mlp_bias True is not supported"):
+        plan.ModelShape.from_config(config_of(BY_TYPE["llama"]).to_dict() | {"mlp_bias": True})
+
+
+def allocations(function) -> tuple[int, int]:
+    """Bytes that torch's CPU allocator gave out during a call: the most at one time, and what the result keeps."""
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    changes, events = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    for event in events:
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    del result
+    now = peak = 0
+    for _, change in sorted(changes, key=lambda change: change[0]):
+        now += change
+        peak = max(peak, now)
+    return peak, now
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("model_type", BY_TYPE)
+def test_a_forward_keeps_the_bytes_of_the_table(model_type, gradient_checkpointing):
+    # CPU's sdpa is a flash attention too: it saves queries, keys, values, output and log-sum-exp.
+    shape = BY_TYPE[model_type]
+    model = model_of(shape).train()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    _, kept = allocations(lambda: model(ids, use_cache=False))
+    kept -= TOKENS * shape.vocab_size * 2  # the logits
+    if gradient_checkpointing:
+        kept -= shape.num_layers * torch.get_rng_state().nbytes  # nearly nothing on a GPU
+    per_token = plan.saved_bytes_per_token(shape, gradient_checkpointing) + plan.outer_bytes_per_token(shape)
+    assert kept == pytest.approx(TOKENS * per_token, rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", BY_TYPE)
+def test_a_checkpointed_layers_backward_peaks_where_the_plan_says(model_type):
+    # Twice as many tokens, so that what does not grow with them (gradients of weights) cancels.
+    shape = BY_TYPE[model_type]
+    model = model_of(shape).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def step(tokens):
+        model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits.sum().backward()
+
+    step(8)  # makes the weights' gradients
+    peak = allocations(lambda: step(4 * TOKENS))[0] - allocations(lambda: step(2 * TOKENS))[0]
+    per_token = plan.saved_bytes_per_token(shape, True) + plan.backward_bytes_per_token(shape, True)
+    assert peak / (2 * TOKENS) == pytest.approx(per_token, rel=0.04)
+
+
+def test_a_forward_without_gradient_peaks_where_the_plan_says():
+    model = model_of(TINY).eval()
+    with torch.no_grad():
+        peak, _ = allocations(lambda: model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False))
+    assert peak == pytest.approx(TOKENS * plan.forward_bytes_per_token(TINY), rel=0.01)
+
+
+WIDE = replace(
+    TINY,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=2000,
+)
+
+
+@pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.1])
+def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monkeypatch):
+    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    from openrlhf.models import Actor, actor
+
+    # Elsewhere in this process torch.compile may be on; what it saves is another matter.
+    monkeypatch.setattr(actor, "compute_entropy", torch.compiler.disable(actor.compute_entropy))
+    policy = Actor(model_of(WIDE), temperature=0.7)
+    policy.packing_samples = False
+    tokens = 3072  # three chunks of the log-sum-exp
+    ids, mask = torch.randint(WIDE.vocab_size, (1, tokens)), torch.ones(1, tokens, dtype=torch.long)
+    logged = entropy_coef is not None
+
+    def forward():
+        return policy(ids, mask[:, 1:], mask, return_output=True, return_entropy=logged)
+
+    def step():
+        log_probs, output = forward()
+        loss = log_probs.sum() - (entropy_coef * output.entropy.sum() if entropy_coef else 0)
+        loss.backward()
+
+    def log_probs_only():
+        with torch.no_grad():
+            policy(ids, mask[:, 1:], mask)
+
+    setup = plan.TrainingSetup(1, tokens, tokens, temperature=0.7, entropy_coef=entropy_coef, fused_kernels=False)
+    expected, num_logits = plan.logits_bytes(setup), tokens * WIDE.vocab_size
+    for function in (step, log_probs_only):
+        function()
+    assert allocations(step)[0] / num_logits == pytest.approx(expected.backward, rel=0.05)
+    assert allocations(log_probs_only)[0] / num_logits == pytest.approx(expected.forward, rel=0.05)
+    assert allocations(forward)[1] / num_logits == pytest.approx(expected.held, rel=0.1)
+
+
+def test_a_token_takes_as_many_bytes_as_vllms_cache_gives_it():
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    for shape in set(plan.KNOWN_SHAPES.values()):
+        for size in (1, 2, 4, 8):
+            heads = max(1, shape.num_key_value_heads // size)  # vllm.config.ModelConfig.get_num_kv_heads
+            layer = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=shape.head_dim, dtype=torch.bfloat16)
+            assert plan.kv_bytes_per_token(shape, size) * 16 == layer.page_size_bytes * shape.num_layers
+
+
+def test_a_full_replay_pool_takes_the_bytes_of_the_plan():
+    from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, Group, ReplayConfig, ReplayPool
+
+    capacity, num_samples, num_tokens = 5, 4, 300
+    pool = ReplayPool(ReplayConfig(capacity=capacity))
+    for _ in range(capacity + 2):
+        sample = {name: torch.ones(num_tokens, dtype=dtype) for name, dtype in SAMPLE_DTYPES.items()}
+        samples = [sample | {"returns": torch.ones(num_tokens)} for _ in range(num_samples)]
+        pool.add([Group(samples, torch.arange(num_samples))])
+    planned = plan.replay_term(capacity, num_samples, num_tokens, num_extra_columns=1)
+    assert pool.num_bytes == pytest.approx(planned.bytes, rel=0.01)  # and a reward a sample
+
+
+SHAPE_32B = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"]
+SETUP_32B = plan.TrainingSetup(
+    num_gpus=64,
+    micro_batch_tokens=66560,
+    forward_tokens=66560,
+    zero_stage=3,
+    ring_attn_size=8,
+    gradient_checkpointing=True,
+    enable_sleep=True,
+)
+ENGINE_32B = plan.EngineSetup(66560, tensor_parallel_size=4, gpu_memory_utilization=0.8, enable_sleep=True)
+
+
+def peak(setup=SETUP_32B, engine=ENGINE_32B) -> int:
+    return max(phase.total for phase in plan.colocated_phases(SHAPE_32B, setup, engine, 80 * GIB))
+
+
+# What each flag is for: it may only lower the peak of the phases in which the actor trains.
+@pytest.mark.parametrize(
+    "costly",
+    [
+        {"num_gpus": 32},
+        {"ring_attn_size": 4},
+        {"micro_batch_tokens": 2 * 66560},
+        {"gradient_checkpointing": False},
+        {"zero_stage": 2},
+        {"temperature": 0.7},
+        {"has_reference": True},
+        {"zpg": 8},
+        {"grad_accum_bytes": 4},
+        {"adam_offload": False},
+    ],
+)
+def test_training_needs_more_with_fewer_gpus_longer_micro_batches_and_without_what_saves_memory(costly):
+    training = lambda setup: max(p.total for p in plan.training_phases(SHAPE_32B, setup))  # noqa: E731
+    cheap = replace(SETUP_32B, adam_offload=not costly.get("adam_offload", True))
+    assert training(replace(cheap, **costly)) > training(cheap)
+
+
+def test_the_largest_phase_decides_and_its_largest_terms_are_named():
+    phases = plan.colocated_phases(SHAPE_32B, SETUP_32B, ENGINE_32B, 80 * GIB)
+    fit = plan.check_fit(phases, 80 * GIB)
+    assert fit.phase.total == peak() == 80 * GIB + fit.overflow
+    assert fit.overflow < 0
+    assert [term.bytes for term in fit.largest] == sorted((term.bytes for term in fit.phase.terms), reverse=True)[:3]
+    small = plan.check_fit(phases, 20 * GIB)
+    assert small.phase == fit.phase and small.overflow == fit.overflow + 60 * GIB
+
+
+def test_an_engine_that_cannot_hold_one_sequence_does_not_fit():
+    for size, fits in ((1, False), (2, True), (4, True)):
+        cache = plan.kv_cache(SHAPE_32B, replace(ENGINE_32B, tensor_parallel_size=size), 80 * GIB)
+        assert cache.fits is fits
+        assert cache.num_tokens * cache.bytes_per_token <= max(cache.budget, 0)
+
+
+def test_an_engine_that_does_not_sleep_takes_its_share_from_training():
+    awake, asleep = (
+        {phase.name: phase.total for phase in plan.colocated_phases(SHAPE_32B, SETUP_32B, engine, 80 * GIB)}
+        for engine in (replace(ENGINE_32B, enable_sleep=False), ENGINE_32B)
+    )
+    share = round(ENGINE_32B.gpu_memory_utilization * 80 * GIB)
+    process = plan.engine_process_term(ENGINE_32B).bytes
+    for name in ("log-probs", "backward through the logits", "backward through a layer", "optimizer step"):
+        assert awake[name] - asleep[name] == pytest.approx(share - process, abs=1)
+    assert awake["generation"] == asleep["generation"]
+
+
+def test_sleeping_states_are_on_the_host_while_the_engine_generates():
+    asleep, awake = (plan.idle_terms(SHAPE_32B, replace(SETUP_32B, enable_sleep=s)) for s in (True, False))
+    assert [term.name for term in asleep] == ["weights"]
+    states = sum(term.bytes for term in awake) - sum(term.bytes for term in asleep)
+    bucket = 2 * plan.REDUCE_BUCKET_ELEMENTS
+    on_host = {term.name: term.bytes for term in plan.host_terms(SHAPE_32B, SETUP_32B, ENGINE_32B)}
+    assert on_host["sleeping optimizer states"] == states - bucket
+    assert "sleeping vLLM weights" in on_host
+    offloaded = replace(SETUP_32B, adam_offload=True)  # nothing is left for DeepSpeed's sleep to move
+    assert plan.idle_terms(SHAPE_32B, offloaded) == plan.idle_terms(SHAPE_32B, replace(offloaded, enable_sleep=False))
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 2), (2, 2), (2, 4)])
+def test_step_sizes_are_those_of_openrlhfs_strategy(num_ranks, micro_batch_size):
+    sizes = plan.step_sizes(plan.TrainingSetup(2 * num_ranks, 1, 1, ring_attn_size=2), 4, 8, 16, micro_batch_size)
+    accumulated = 16 * 2 // micro_batch_size // (2 * num_ranks)  # DeepspeedStrategy.setup_distributed
+    assert sizes == plan.StepSizes(num_samples=32, num_optimizer_steps=2, num_micro_batches=accumulated)
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward", "checkpointed"])
+def test_flops_are_those_that_torch_counts(passes):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = replace(TINY, vocab_size=640)
+    model = model_of(shape).train()
+    model.set_attn_implementation("eager")  # torch counts nothing for the CPU's fused kernel
+    if passes == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with FlopCounterMode(display=False) as counter:
+        logits = model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False).logits
+        if passes != "forward":
+            logits.sum().backward()
+    trained, forwarded = (0, TOKENS) if passes == "forward" else (TOKENS, 0)
+    causal, whole = (
+        plan.step_flops(shape, trained, forwarded, length, gradient_checkpointing=passes == "checkpointed")
+        for length in (TOKENS, 2 * TOKENS)
+    )
+    assert causal < whole
+    # Eager attention computes the masked half too; lm_head and each layer's last product are not computed again.
+    assert counter.get_total_flops() == pytest.approx(whole, rel=0.08 if passes == "checkpointed" else 0.01)
+
+
+# Weights above 1e5 elements, which ZeRO-3 shards; smaller ones it keeps whole once gathered.
+SHARDED = replace(TINY, hidden_size=384, intermediate_size=768, num_layers=2, num_key_value_heads=8, vocab_size=640)
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def allocated(tmp_path_factory):
+    """Bytes on rank 0 by (world size, stage): what `_measure` writes."""
+    directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
+    model_of(SHARDED).save_pretrained(directory / "model")
+    command = [sys.executable, __file__, str(directory)]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
+    found = {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
+    return {(size, stage): found[size][str(stage)] for size in found for stage in STAGES}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_openrlhfs_actor_allocates_the_model_states_of_the_plan(allocated, world_size, stage):
+    setup = plan.TrainingSetup(world_size, 32, 32, zero_stage=stage)
+    terms = plan.weight_terms(SHARDED, setup) + plan.optimizer_terms(SHARDED, setup) + plan.bucket_terms(setup)
+    planned = {term.name: term.bytes for term in terms}
+    for name in ("weights", "gradients", "optimizer states", "reduce bucket"):
+        assert allocated[world_size, stage][name] == pytest.approx(planned.get(name, 0), rel=0.01), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_and_between_steps_the_actor_keeps_the_gradients_and_the_bucket_of_the_plan(allocated, stage):
+    setup = plan.TrainingSetup(2, 32, 32, zero_stage=stage)
+    step = next(phase for phase in plan.training_phases(SHARDED, setup) if phase.name == "optimizer step")
+    for name, terms in (("stepping", step.terms), ("idle", plan.idle_terms(SHARDED, setup))):
+        planned = {term.name: term.bytes for term in terms}
+        expected = [planned.get("gradients", 0), planned.get("reduce bucket", 0)]
+        assert allocated[2, stage][name] == pytest.approx(expected, rel=0.01), name
+
+
+def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
+    """Train OpenRLHF's PolicyModelActor at every stage; bytes of DeepSpeed's tensors to bytes-WORLD_SIZE.json."""
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.utils import get_strategy
+
+    found = {}
+    for stage in STAGES:  # 3 last: transformers remembers its DeepSpeed config
+        argv = pipeline.flags(directory, ds__zero_stage=stage, train__batch_size=8, train__micro_batch_size=2)
+        strategy = get_strategy(pipeline.parse(argv))
+        actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
+        actor.init_model_from_pretrained(strategy, str(directory / "model"), max_steps=1000)
+        for sample in pipeline.make_experience([4] * (8 // world_size), seed=rank):
+            sample.action_log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+            actor.append(sample)
+        engine, step, before_step, in_backward = actor.actor.model, strategy.optimizer_step, [], []
+
+        def measured_step(*args, step=step, engine=engine, before_step=before_step, **kwargs):
+            before_step.append(_gradients_and_bucket(engine))
+            step(*args, **kwargs)
+
+        def measured_backward(_, engine=engine, in_backward=in_backward):
+            in_backward.append(_gradients_and_bucket(engine))
+
+        strategy.optimizer_step = measured_step
+        engine.module.get_input_embeddings().weight.register_hook(measured_backward)
+        actor.fit(0.0)
+        found[stage] = {
+            "weights": _bytes(getattr(p, "ds_tensor", p) for p in engine.module.parameters()),
+            "optimizer states": _bytes(_optimizer_tensors(engine.optimizer)),
+            "gradients": max(gradients for gradients, _ in before_step),  # of all micro-batches
+            "reduce bucket": max(bucket for _, bucket in in_backward),
+            "stepping": before_step[-1],
+            "idle": _gradients_and_bucket(engine),
+        }
+    if rank == 0:
+        (directory / f"bytes-{world_size}.json").write_text(json.dumps(found))
+
+
+def _bytes(tensors) -> int:
+    """Of the distinct storages of tensors."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _optimizer_tensors(optimizer) -> list[torch.Tensor]:
+    inner = optimizer.optimizer
+    masters = [p for group in inner.param_groups for p in group["params"]]
+    masters += getattr(optimizer, "fp32_partitioned_groups_flat", [])
+    moments = [t for state in inner.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return masters + moments
+
+
+def _gradients_and_bucket(engine) -> tuple[int, int]:
+    optimizer = engine.optimizer
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    for averaged in getattr(optimizer, "averaged_gradients", {}).values():
+        gradients += averaged or []
+    if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:
+        gradients.append(optimizer.grad_partitions_flat_buffer)
+    buckets = []
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buckets += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+    return _bytes(gradients), _bytes(buckets)
+
+
+def _measure_all(directory: Path) -> None:
+    """Every rank of a world of one and of two is a fork, after the imports, which take longest."""
+    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    importlib.import_module("openrlhf.trainer.ray.ppo_actor")
+    fork = multiprocessing.get_context("fork")
+    ports = {1: pipeline.free_port(), 2: pipeline.free_port()}
+    ranks = [
+        fork.Process(target=_measure, args=(directory, rank, size, ports[size]))
+        for size in ports
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode) for process in ranks))
+
+
+if __name__ == "__main__":
+    _measure_all(Path(sys.argv[1]))
+
+
+def test_rollout_time_is_bound_by_weights_with_few_sequences_and_by_kv_with_many():
+    shape = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
+    engine = plan.EngineSetup(max_len=9216, gpu_memory_utilization=0.9)
+    cache = plan.kv_cache(shape, engine, 80 * GIB)
+
+    def seconds(num_sequences, response_tokens=1000):
+        return plan.rollout_seconds(shape, engine, cache, num_sequences, 0, response_tokens, 1e12)
+
+    weights, kv = 2 * shape.num_parameters, 500 * cache.bytes_per_token  # half a response is there on average
+    assert seconds(1) == pytest.approx(1000 * (weights + kv) / 1e12)
+    assert seconds(64) == pytest.approx(1000 * (weights + 64 * kv) / 1e12)
+    # 128 sequences at a time, one set after the other.
+    assert seconds(256) == pytest.approx(2 * seconds(128))
+    # A cache that holds few long sequences makes more sets of them.
+    assert seconds(128, 100_000) > 100 * seconds(128) * 5

@@ -1,0 +1,280 @@
+"""The recipes for GPU clusters: their plans, and each of them run for real with only model and sizes shrunk."""
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from openrlhf_bapo.adapter.plan import Machine, make_plan, read_shape
+from openrlhf_bapo.cli import plan
+from openrlhf_bapo.cli.plot import read_scalars
+
+BIN = Path(sys.executable).parent
+
+
+def run(script: str, *flags: str, **environment) -> subprocess.CompletedProcess:
+    """Run one of scripts/train_bapo_*.sh to its end."""
+    return subprocess.run(
+        ["bash", f"scripts/train_bapo_{script}.sh", *flags],
+        cwd=pipeline.REPOSITORY,
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+        capture_output=True,
+        text=True,
+    )
+
+
+def planned_by(capsys, script: str, *flags: str, **environment) -> tuple[int, list[str], str]:
+    """Exit code and output of a recipe's dry run, in this process: starting one takes ten seconds."""
+    command = run(script, DRY_RUN="command", **environment).stdout
+    with pytest.raises(SystemExit) if flags or environment else contextlib.nullcontext() as exit_:
+        plan.main([*shlex.split(command)[2:], *flags])
+    output = capsys.readouterr()
+    return exit_.value.code if exit_ else 0, output.out.splitlines(), output.err
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "billions"),
+    [
+        ("qwen32b", "64,", "32.76"),
+        ("qwen7b", "8,", "7.62"),
+        ("octothinker3b", "8,", "3.21"),
+        ("async_partial", "8: 4 actor, 4 engines", "7.62"),
+    ],
+)
+def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, script, gpus, billions):
+    code, lines, _ = planned_by(capsys, script)
+    output = "\n".join(lines)
+    assert code == 0 and lines[-1] == "everything fits"
+    assert re.search(rf"GPUs +{gpus}", output) and f"{billions} billion parameters" in output
+    assert "policy_loss: bapo" in output and "remote_url=" in output
+
+
+def test_a_dry_run_needs_no_ray_and_on_slurm_asks_for_its_nodes():
+    dry = run("slurm", "--replay.ratio", "1", DRY_RUN=1, SLURM_JOB_NUM_NODES=4, RAY_ADDRESS="127.0.0.1:1")
+    assert dry.returncode == 0, dry.stdout[-2000:] + dry.stderr[-2000:]
+    assert re.search(r"GPUs +32,", dry.stdout) and "replay pool = 1,024 groups x 16 samples x 66,560" in dry.stdout
+    assert dry.stdout.rstrip().endswith("everything fits")
+
+
+def test_a_wrong_flag_in_a_recipe_is_one_line(capsys):
+    code, _, error = planned_by(capsys, "qwen7b", "--train.batch_sise", "256")
+    assert code == 2
+    assert error.splitlines()[-1] == "openrlhf-bapo: unrecognized arguments: --train.batch_sise 256"
+
+
+def test_a_memory_overflow_is_one_line_with_the_phase_and_its_largest_terms(capsys):
+    code, lines, _ = planned_by(capsys, "qwen32b", RING_ATTN=1)
+    assert code == 1
+    (line,) = [line for line in lines if line.startswith("does not fit:")]
+    assert re.search(r"every GPU needs \d+\.\d GiB of 80 in the phase 'backward through the logits'", line)
+    assert "largest: logits and their gradients" in line
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The harness's model, with a chat template."""
+    from transformers import AutoTokenizer
+
+    directory = pipeline.make_model(tmp_path_factory.mktemp("tiny"), num_prompts=160)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(directory / "model")
+    return directory
+
+
+@pytest.fixture
+def planned(tiny):
+    """Arguments of a run that fits 80 GiB, and its model's shape."""
+    flags = pipeline.flags(tiny, policy_loss="bapo", train__batch_size=32, train__micro_batch_size=8)
+    return pipeline.parse(flags), read_shape(str(tiny / "model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"train.colocate_all": True, "vllm.num_engines": 2}, "--vllm.num_engines 2 x .* the actor's 1 GPUs"),
+        ({"vllm.tensor_parallel_size": 4}, "--vllm.tensor_parallel_size 4: .* 2 attention heads"),
+        ({"actor.num_gpus_per_node": 3, "ds.ring_attn_size": 2}, "--ds.ring_attn_size 2 x .* 3 GPUs"),
+        ({"train.batch_size": 20}, "--train.batch_size 20: .* multiple of 8"),
+        ({"train.batch_size": 128}, "--train.batch_size 128: .* only 64 samples"),
+        ({"data.max_len": 4096}, "--data.max_len 4096: .* 128 positions"),
+        ({"rollout.max_new_tokens": 24}, "--rollout.max_new_tokens 24: .* --data.max_len 24"),
+        ({"vllm.gpu_memory_utilization": 0.001}, "--vllm.gpu_memory_utilization 0.001: .* KV"),
+    ],
+)
+def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, changes, problem):
+    args, shape = planned
+    assert make_plan(args, shape, Machine()).problems == []
+    args = copy.deepcopy(args)
+    for flag, value in changes.items():
+        group, name = flag.split(".")
+        setattr(getattr(args, group), name, value)
+    assert any(re.search(problem, line) for line in make_plan(args, shape, Machine()).problems)
+
+
+def test_openrlhfs_own_refusals_are_one_line(tiny, capsys):
+    flags = pipeline.flags(tiny, policy_loss="bapo", train__partial_rollout_enable=True)
+    with pytest.raises(SystemExit) as exit_:
+        plan.main(flags)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("openrlhf-bapo: --train.partial_rollout_enable")
+
+
+def test_a_model_that_nobody_knows_is_one_line(tiny, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        plan.main(["--plan.model", str(tiny), *pipeline.flags(tiny, policy_loss="bapo")])
+    assert exit_.value.code == 2
+    assert "--plan.model" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> list[dict[str, float]]:
+    """Run a recipe with tests/tiny_recipe.flags over it; the metrics of its global steps."""
+    directory = tiny / name
+    process = run(
+        script,
+        *flags,
+        OVERRIDES="tests/tiny_recipe.flags",
+        MODEL=tiny / "model",
+        DATA=tiny / "train.jsonl",
+        RUN=directory,
+        **{"EVAL_DATA": tiny / "train.jsonl", "EVAL_N": 0} | environment,
+    )
+    (log,) = directory.glob("train-*.log")
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:] + log.read_text()[-3000:]
+    return pipeline.steps(log.read_text())
+
+
+def test_qwen32b_trains_on_two_ranks_evaluates_and_saves_what_transformers_loads(tiny):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = (tiny / "train.jsonl").read_text().splitlines(keepends=True)
+    (tiny / "heldout.jsonl").write_text("".join(rows[-4:]))
+    logged = run_tiny(
+        "qwen32b",
+        tiny,
+        "qwen32b",
+        *("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--data.max_samples", "16"),
+        *("--actor.adam.lr", "3e-3"),
+        REWARD=tiny / "reward.py",
+        EVAL_DATA=tiny / "heldout.jsonl",
+        EVAL_STEPS=1,
+        EVAL_N=2,
+        MAX_RESPONSE=8,
+    )
+    assert len(logged) == 2
+    for metrics in logged:
+        assert 0.6 <= metrics["bapo/clip_low"] <= 0.9 and 1.2 <= metrics["bapo/clip_high"] <= 3.0
+        assert 0 < metrics["bapo/positive_share"] < 1 and 0 < metrics["bapo/initial_share"] < 1
+        assert 0 <= metrics["bapo/target_reached"] <= 1
+        assert 0 <= metrics["bapo/clip_frac_positive"] <= 1 and 0 <= metrics["bapo/clip_frac_negative"] <= 1
+        assert metrics["timing/bapo_ratio_forward"] > 0
+        assert metrics["entropy_loss"] > 0 and metrics["actor_grad_norm"] > 0
+    # The second rollout came from trained weights: its behaviour log-probs are those of the actor after two updates.
+    assert logged[0]["entropy_loss"] != logged[1]["entropy_loss"]
+    scalars = read_scalars(tiny / "qwen32b/tensorboard")
+    for name in ("clip_low", "clip_high", "positive_share", "initial_share", "target_reached"):
+        assert scalars[f"train/bapo/{name}"][1] == pytest.approx([metrics[f"bapo/{name}"] for metrics in logged])
+    assert scalars["eval/eval_sums_pass1"][0] == [1, 2]
+
+    saved = tiny / "qwen32b/model"
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny / "model", saved))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    assert model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=4).shape[1] > 4
+    results = json.loads((tiny / "qwen32b/evaluation/results.json").read_text())
+    assert results["config"]["model"].startswith(str(saved))
+
+
+def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
+    port = pipeline.free_port()
+    server = ["bash", "scripts/serve_math_reward.sh", "--host", "127.0.0.1", "--port", str(port)]
+    with pipeline.running(server, tiny / "math_server.log") as process:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        (metrics,) = run_tiny("qwen7b", tiny, "qwen7b", REWARD=f"http://127.0.0.1:{port}/get_reward")
+    assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
+    assert metrics["graded_timeouts"] == metrics["graded_crashes"] == 0
+
+
+def test_octothinker3b_trains_on_rewards_of_the_math_file(tiny):
+    (metrics,) = run_tiny("octothinker3b", tiny, "octothinker3b")
+    assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
+    assert 0.8 <= metrics["bapo/clip_low"] <= 0.9 and metrics["bapo/clip_high"] <= 2.0
+
+
+def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_reward_server(tiny):
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
+    Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tiny / "reward_model")
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tiny / "reward_model")
+    gcs, dashboard, agent, port = (pipeline.free_port() for _ in range(4))
+    # Sockets need short paths, and a cluster of our own its own folder.
+    temporary = Path(f"/tmp/openrlhf-bapo-{gcs}")
+    head = [BIN / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
+    head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
+    head += [f"--temp-dir={temporary}"]
+    server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
+    # What only this test wants: a longer run with replay, responses that a weight update falls into, and what a run on
+    # the CPU needs if it joins a cluster.
+    flags = {
+        "data.max_samples": 160,
+        "data.max_len": 72,
+        "rollout.max_new_tokens": 64,
+        "rollout.batch_size": 16,
+        "rollout.vllm_generate_batch_size": 16,
+        "train.batch_size": 32,
+        "train.max_tokens_per_gpu": 1024,
+        "replay.ratio": 1,
+        "replay.max_reuse": 2,
+        "actor.adam.lr": 3e-4,
+        "vllm.sync_backend": "gloo",
+    }
+    try:
+        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, tiny / "head.log") as process:
+            wait_for(f"http://127.0.0.1:{agent}/api/local_raylet_healthz", process)  # it is the agent that runs jobs
+            steps = run_tiny(
+                "async_partial",
+                tiny,
+                "async_partial",
+                *(text for name, value in flags.items() for text in (f"--{name}", str(value))),
+                "--vllm.enforce_eager",
+                REWARD=f"http://127.0.0.1:{port}/get_reward",
+                SUBMIT=f"http://127.0.0.1:{dashboard}",
+            )
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    assert len(steps) == 10
+    assert "POST /get_reward" in (tiny / "serve_rm.log").read_text()
+    assert len({step["rollout/reward_mean"] for step in steps}) == 10  # a model's, real numbers
+    # The queue of two: what it hands over is two versions old once it is full.
+    assert any(step["offpolicy/staleness_mean"] >= 1 for step in steps)
+    stale = [step for step in steps if step["offpolicy/staleness_mean"] > 0]
+    assert any(abs(step[name] - 1) > 1e-3 for step in stale for name in step if "ratio_mean/staleness_" in name)
+    assert max(step["offpolicy/mixed_versions"] for step in steps) > 0
+    assert all(step["offpolicy/staleness_max"] <= 4 for step in steps)
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    """Until a server answers, at most a minute."""
+    for _ in range(120):
+        assert process.poll() is None, f"the server of {url} ended"
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=5)
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"{url} does not answer")
