@@ -1,0 +1,29 @@
+"""The math grader as an OpenRLHF reward function: 1 for a right final answer, 0 for any other."""
+
+import os
+
+import torch
+
+from openrlhf_bapo.core.math_answers import MathGrader, failure_logs, response_from_query
+
+# One a process, for all of OpenRLHF's threads; workers start with the first answer that needs one.
+GRADER = MathGrader(num_workers=min(4, os.cpu_count()), time_limit=5.0)
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list, **kwargs) -> dict:
+    """Grade each response against its label, as OpenRLHF's SingleTurnAgentExecutor (utils/agent.py) asks for it.
+
+    Args:
+        queries: prompt and response as text, special tokens included.
+        prompts: the prompts alone.
+        labels: the gold answers; text, or numbers where the dataset has numbers.
+
+    Returns:
+        `rewards` and `scores`, float [len(queries)], and `extra_logs`, which OpenRLHF averages over the samples and
+        logs: which responses count as wrong because their answer ran into the time limit, or ended its worker.
+    """
+    responses = [response_from_query(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    grades = GRADER.grade(responses, [str(label) for label in labels])
+    rewards = torch.tensor([float(grade.is_correct) for grade in grades])
+    extra_logs = {name: torch.tensor(values) for name, values in failure_logs(grades).items()}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": extra_logs}

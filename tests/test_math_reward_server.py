@@ -1,0 +1,196 @@
+"""The math reward over HTTP, as OpenRLHF asks for it, and as the reward function of a file."""
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+from pipeline import REPOSITORY, free_port, running
+from test_math_answers import session_processes, wait_until_none_is_left
+
+from openrlhf_bapo.adapter import math_reward
+
+COMMAND = [sys.executable, "-m", "openrlhf_bapo.cli.serve_math_reward"]
+PROMPT = "<|im_start|>user\nHow much is it? Answer in \\boxed{0}.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def wait_until_it_listens(process, log) -> None:
+    while "grading math answers at" not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a server with 2 workers and 1 second an answer."""
+    log, port = tmp_path_factory.mktemp("server") / "log", free_port()
+    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "1"]
+    with running(command, log) as process:
+        wait_until_it_listens(process, log)
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+        wait_until_none_is_left(process.pid)
+        assert len(log.read_text().splitlines()) == 1 + log.read_text().count("ran into the time limit")
+
+
+def post(server: str, body: bytes) -> tuple[int, dict]:
+    """Status and JSON of the answer to a body."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{server}/get_reward", body), timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def samples() -> list[tuple[str, str, float]]:
+    """64 (query, label, reward); every fourth needs a worker, every sixteenth is hostile, half are right."""
+    found = []
+    for i in range(64):
+        is_right = i % 8 < 4
+        if i % 16 == 15:
+            response, label, is_right = r"\boxed{9^{9^{9^{9}}}}", str(i), False
+        elif i % 4 == 0:
+            response, label = f"\\boxed{{\\sqrt{{{2 * (i + 1) ** 2}}}}}", f"{i + 1 + (not is_right)}\\sqrt{{2}}"
+        else:
+            response, label = f"\\boxed{{{i}}}", str(i + (not is_right))
+        found.append((f"{PROMPT}{response}<|im_end|>", label, float(is_right)))
+    return found
+
+
+def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
+    """What OpenRLHF's own code gets for the samples, every one asked for by a thread of its own."""
+    results = [None] * 64
+
+    def ask(i: int, query: str, label: str) -> None:
+        (results[i],) = asyncio.run(getattr(executor, fetch)([query], [PROMPT], [label]))
+
+    threads = [threading.Thread(target=ask, args=(i, query, label)) for i, (query, label, _) in enumerate(samples())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_64_requests_of_openrlhf_at_once_get_each_its_own_reward(server):
+    results = ask_at_once(SingleTurnAgentExecutor(f"{server}/get_reward"), "_fetch_rewards_via_http")
+    rewards = [reward for _, _, reward in samples()]
+    assert [result["rewards"] for result in results] == [[reward] for reward in rewards]
+    assert [result["scores"] for result in results] == [[reward] for reward in rewards]
+    timeouts = [result["extra_logs"]["graded_timeouts"] for result in results]
+    assert timeouts == [[float(i % 16 == 15)] for i in range(64)]
+
+
+def test_the_example_gives_openrlhf_the_same_rewards_without_a_server(monkeypatch):
+    monkeypatch.setattr(math_reward.GRADER, "time_limit", 1.0)
+    executor = SingleTurnAgentExecutor(str(REPOSITORY / "examples" / "math_reward.py"))
+    results = ask_at_once(executor, "_fetch_rewards_via_func")
+    assert [result["rewards"].tolist() for result in results] == [[reward] for _, _, reward in samples()]
+    assert all(result["scores"].tolist() == result["rewards"].tolist() for result in results)
+    timeouts = [result["extra_logs"]["graded_timeouts"].tolist() for result in results]
+    assert timeouts == [[float(i % 16 == 15)] for i in range(64)]
+
+
+def test_a_request_with_several_queries_gets_their_rewards_in_order(server):
+    queries, labels, rewards = map(list, zip(*samples()[:8], strict=True))
+    body = json.dumps({"query": queries, "prompts": [PROMPT] * 8, "labels": labels}).encode()
+    status, result = post(server, body)
+    assert (status, result["rewards"]) == (200, rewards)
+
+
+def test_labels_may_be_numbers(server):
+    body = json.dumps({"query": ["\\boxed{27}"] * 3, "prompts": [""] * 3, "labels": [27.0, 27, 28.0]}).encode()
+    assert post(server, body)[1]["rewards"] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"{" * 10, "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "query must be a list of texts"),
+        (b'{"query": "5", "prompts": [""], "labels": ["5"]}', "query must be a list of texts"),
+        (b'{"query": ["5"], "prompts": [1], "labels": ["5"]}', "prompts must be a list of texts"),
+        (b'{"query": ["5"], "prompts": [""], "labels": [null]}', "labels must be a list of texts or numbers"),
+        (b'{"query": ["5"], "prompts": [""], "labels": []}', "same length, not [1, 1, 0]"),
+    ],
+)
+def test_a_malformed_request_is_told_what_is_wrong_and_the_next_one_is_served(server, body, said):
+    status, result = post(server, body)
+    assert status == 400 and said in result["error"] and "\n" not in result["error"]
+    good = json.dumps({"query": ["\ud800 #### 5"], "prompts": [""], "labels": ["5"]}).encode()
+    assert post(server, good)[1]["rewards"] == [1.0]
+
+
+def test_health_counts_what_failed(server):
+    def timeouts() -> int:
+        with urllib.request.urlopen(f"{server}/health", timeout=60) as response:
+            health = json.load(response)
+        assert health["status"] == "ok" and health["crashes"] == 0
+        return health["timeouts"]
+
+    before = timeouts()
+    post(server, json.dumps({"query": [r"\boxed{9^{9^{9^{9}}}}"], "prompts": [""], "labels": ["1"]}).encode())
+    assert timeouts() == before + 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_server_that_is_stopped_at_work(tmp_path, how):
+    log, port = tmp_path / "log", free_port()
+    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "30"]
+    with running(command, log) as process:
+        wait_until_it_listens(process, log)
+        body = json.dumps({"query": [r"\boxed{9^{9^{9^{9}}}}"], "prompts": [""], "labels": ["1"]}).encode()
+
+        def ask() -> None:
+            answers.append(post(f"http://127.0.0.1:{port}", body))
+
+        answers = []
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while len(session_processes(process.pid)) < 4:  # itself, the server that forks, two workers
+            time.sleep(0.1)
+        process.send_signal(how)
+        assert process.wait(30) == 0, log.read_text()
+        thread.join()
+        wait_until_none_is_left(process.pid)
+    assert answers == [(503, {"error": "the server is shutting down"})]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--time_limit", "0"], "--time_limit 0: must be a number of seconds above 0"),
+        (["--time_limit", "nan"], "--time_limit nan: must be"),
+        (["--port", "99999999"], "--port 99999999: "),
+        (["--host", "256.0.0.1"], "--host 256.0.0.1 "),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_line(flags, said, capsys):
+    from openrlhf_bapo.cli import serve_math_reward
+
+    with pytest.raises(SystemExit) as error:
+        serve_math_reward.main(flags)
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and said in message and message.count("\n") == 1
+
+
+def test_a_taken_port_ends_in_one_line(server, capsys):
+    from openrlhf_bapo.cli import serve_math_reward
+
+    port = server.rpartition(":")[2]
+    with pytest.raises(SystemExit) as error:
+        serve_math_reward.main(["--host", "127.0.0.1", "--port", port])
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and f"--port {port}: " in message and message.count("\n") == 1
