@@ -5,6 +5,7 @@
 #   RAY_ADDRESS=...  join a running Ray cluster; without it one is started on this machine
 #   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
 #   OVERRIDES=FILE   further flags, one a line ("--flag value"); they win over the recipe's
+EVAL_FLAGS=() # of the evaluation at the end
 launch() {
   FLAGS=(
     --policy_loss bapo
@@ -75,17 +76,18 @@ launch() {
     echo "resuming from $RUN/checkpoints"
     FLAGS+=(--ckpt.load_enable)
   fi
-  local command=("$PWD/.venv/bin/openrlhf-bapo" train "${FLAGS[@]}") log
+  local command=("$PWD/.venv/bin/openrlhf-bapo") log
   if [ -n "${SUBMIT:-}" ]; then
     command=(.venv/bin/ray job submit --address "$SUBMIT" -- "${command[@]}")
   fi
   log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
   echo "training in $RUN (everything that is printed goes to $log)"
-  "${command[@]}" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$log"
+  "${command[@]}" train "${FLAGS[@]}" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$log"
   .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" "$RUN/curves.png"
   if [ "$EVAL_N" -gt 0 ]; then
     # shellcheck disable=SC2086  # a list of files
-    .venv/bin/openrlhf-bapo evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \
-      --max_new_tokens "$MAX_RESPONSE" --out "$RUN/evaluation"
+    "${command[@]}" evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \
+      --max_new_tokens "$MAX_RESPONSE" --tensor_parallel_size "${TENSOR_PARALLEL:-1}" --out "$RUN/evaluation" \
+      "${EVAL_FLAGS[@]}"
   fi
 }

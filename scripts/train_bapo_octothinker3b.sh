@@ -44,4 +44,5 @@ FLAGS=(
 )
 
 source scripts/launch.sh
+EVAL_FLAGS=(--input_template "$TEMPLATE")
 launch "$@"

@@ -1,7 +1,10 @@
 """The README's example commands, as a newcomer runs them: the policy learns, the bounds move, the curves are drawn."""
 
+import json
+import math
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pipeline
@@ -9,14 +12,16 @@ import pytest
 
 from openrlhf_bapo.cli.plot import read_scalars
 
+BIN = Path(sys.executable).parent
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def run(script: str, runs: Path, **environment) -> tuple[list[str], dict]:
-    """The lines that a script prints, and the scalars that its run logged."""
+def run(script: str, runs: Path, **environment) -> tuple[list[str], dict, Path]:
+    """The lines that a script prints, the scalars that its run logged, and the run's folder."""
     process = subprocess.run(
         ["bash", f"scripts/{script}"],
         cwd=pipeline.REPOSITORY,
@@ -29,11 +34,11 @@ def run(script: str, runs: Path, **environment) -> tuple[list[str], dict]:
     picture = Path(lines[-1])
     assert picture.name == "curves.png" and picture.stat().st_size > 10_000
     assert (picture.parent / "model" / "model.safetensors").exists()
-    return lines, read_scalars(picture.parent / "tensorboard")
+    return lines, read_scalars(picture.parent / "tensorboard"), picture.parent
 
 
-def test_the_quickstart_raises_held_out_accuracy_and_draws_moving_bounds(runs):
-    lines, scalars = run("train_bapo_quickstart.sh", runs)
+def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluates_as_openrlhf_did(runs):
+    lines, scalars, folder = run("train_bapo_quickstart.sh", runs)
     steps, accuracy = scalars["eval/eval_chain_sum_pass1"]
     assert steps[0] == 0 and 0.3 < accuracy[0] < 0.6
     assert accuracy[-1] > accuracy[0] + 0.1
@@ -41,8 +46,21 @@ def test_the_quickstart_raises_held_out_accuracy_and_draws_moving_bounds(runs):
     assert min(upper) >= 1.2 and max(upper) <= 3.0 and len(set(upper)) > 5
     assert len(lines) < 80  # progress, and no wall of the frameworks' warnings
 
+    evaluate = [BIN / "openrlhf-bapo", "evaluate", "--model", folder / "model", "--out", runs / "evaluation"]
+    evaluate += ["--data", runs / "start/heldout.jsonl", "--reward", "examples/quickstart/reward.py"]
+    evaluate += ["--temperature", "1", "--max_new_tokens", "8", "--n", "16"]
+    process = subprocess.run(evaluate, cwd=pipeline.REPOSITORY, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    problems = json.loads((runs / "evaluation/results.json").read_text())["problems"]
+    ours = [sum(response["reward"] for response in problem["responses"]) / 16 for problem in problems]
+    assert len(ours) == 200
+    # OpenRLHF's last evaluation sampled 4 responses to each of the same problems from the same weights.
+    variance = sum(p * (1 - p) * 16 / 15 for p in ours) / 200
+    error = math.sqrt(variance / 200 * (1 / 16 + 1 / 4))
+    assert abs(sum(ours) / 200 - accuracy[-1]) < 4 * error < 0.15
+
 
 def test_the_replay_example_trains_on_stale_tokens(runs):
-    _, scalars = run("train_bapo_replay.sh", runs, STEPS="8", EVAL_STEPS="8")
+    _, scalars, _ = run("train_bapo_replay.sh", runs, STEPS="8", EVAL_STEPS="8")
     assert 2 <= max(scalars["train/offpolicy/staleness_max"][1]) <= 4
     assert sum(scalars["train/replay/groups_sampled"][1]) > 0

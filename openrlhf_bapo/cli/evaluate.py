@@ -1,0 +1,214 @@
+"""Evaluates a model as the paper does: the mean over n sampled responses to each problem, on vLLM engines.
+
+A run that was killed continues with the same --out. Exit code 1: responses are left ungraded; 2: a flag is wrong.
+"""
+
+import argparse
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from typing import TextIO
+
+from openrlhf_bapo.adapter import evaluation
+from openrlhf_bapo.adapter.flags import FlagError, exit_with_one_line
+from openrlhf_bapo.core.eval_metrics import MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
+
+# Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.
+_EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2."""
+    parser = _make_parser()
+    parser.error = exit_with_one_line
+    args = parser.parse_args(argv)
+    try:
+        _check_flags(args)
+        num_ungraded = _evaluate(args)
+    except FlagError as error:
+        exit_with_one_line(str(error))
+    sys.exit(1 if num_ungraded else 0)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="openrlhf-bapo evaluate", description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="folder (as --ckpt.output_dir or --ckpt.save_hf wrote it) or hub name")
+    add("--data", required=True, nargs="+", metavar="FILE", help="JSONL files; metrics are by their lines' datasource")
+    add("--out", required=True, metavar="DIR", help="folder of the results, and of what a killed run continues from")
+    add("--input_key", default="input", help="of a line's prompt (%(default)s)")
+    add("--label_key", default="label", help="of a line's label (%(default)s)")
+    add("--apply_chat_template", action=argparse.BooleanOptionalAction, help="(on where the tokenizer has a template)")
+    add("--input_template", help="OpenRLHF's --data.input_template, with {} for the input (none)")
+    add("--max_problems", type=int, help="the first ones of each file (all)")
+    add("--n", type=int, default=16, help="responses to each problem (%(default)s)")
+    add("--temperature", type=float, default=0.6, help="(%(default)s)")
+    add("--top_p", type=float, default=1.0, help="(%(default)s)")
+    longest = f"{evaluation.MAX_NEW_TOKENS}, or what the model's length leaves beside the longest prompt"
+    add("--max_new_tokens", type=int, help=f"of a response ({longest})")
+    add("--seed", type=int, default=0, help="of sampling and of the intervals (%(default)s)")
+    add("--reward", help="reward-function file or URLs, as OpenRLHF's --reward.remote_url (the packaged math grader)")
+    add("--pass_at", type=int, nargs="+", metavar="K", help="the k of pass@k (powers of two up to n)")
+    add("--num_engines", type=int, help="vLLM engines (as many as the GPUs allow; 1 on the CPU)")
+    add("--tensor_parallel_size", type=int, default=1, help="GPUs of an engine (%(default)s)")
+    add("--gpu_memory_utilization", type=float, default=0.9, help="the part of a GPU's memory (%(default)s)")
+    return parser
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse values out of range; fill in --pass_at."""
+    for name in ("n", "max_problems", "max_new_tokens", "num_engines", "tensor_parallel_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise FlagError(f"--{name} {value}: allowed: 1 or more")
+    if not 0 <= args.temperature < float("inf"):
+        raise FlagError(f"--temperature {args.temperature}: allowed: 0 or more")
+    for name in ("top_p", "gpu_memory_utilization"):
+        if not 0 < getattr(args, name) <= 1:
+            raise FlagError(f"--{name} {getattr(args, name)}: allowed: above 0, up to 1")
+    if args.input_template and "{}" not in args.input_template:
+        raise FlagError(f"--input_template {args.input_template!r}: allowed: a text with {{}} for the input")
+    if args.input_template and args.apply_chat_template:
+        raise FlagError("--input_template: allowed without --apply_chat_template, which OpenRLHF prefers")
+    if args.pass_at is None:
+        args.pass_at = [2**i for i in range(args.n.bit_length())]
+    args.pass_at = sorted(set(args.pass_at))
+    for k in args.pass_at:
+        if not 1 <= k <= args.n:
+            raise FlagError(f"--pass_at {k}: allowed: from 1 to --n {args.n}")
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Run what is not yet finished, write and print the results; the number of ungraded responses."""
+    endpoints = evaluation.reward_endpoints(args.reward)
+    problems = evaluation.read_problems(args.data, args.input_key, args.label_key, args.max_problems)
+    evaluation.check_gpus(args.num_engines, args.tensor_parallel_size)
+    prompts = evaluation.make_prompts(
+        problems,
+        args.model,
+        args.input_key,
+        args.label_key,
+        args.apply_chat_template,
+        args.input_template,
+        args.max_new_tokens,
+    )
+    record = evaluation.EvaluationRecord(
+        args.out,
+        evaluation.content_settings(args.model, args.data, endpoints)
+        | {name: getattr(args, name) for name in ("input_key", "label_key", "input_template", "max_problems", "n")}
+        | {name: getattr(args, name) for name in ("temperature", "top_p", "seed")}
+        | {name: getattr(prompts, name) for name in ("apply_chat_template", "max_new_tokens")},
+    )
+    if record.num_torn_bytes:
+        _say(f"dropped a torn last line of {record.num_torn_bytes} bytes from {record.responses_file}")
+    waiting = [problem for problem in problems if problem.key not in record.finished]
+    _say(
+        f"{len(problems)} problems x {args.n} responses of up to {prompts.max_new_tokens} tokens, "
+        f"{'with' if prompts.apply_chat_template else 'without'} chat template; {len(record.finished)} finished before"
+    )
+    if waiting:
+        _generate(args, endpoints, waiting, prompts, record)
+
+    by_dataset = {}
+    for problem in problems:
+        by_dataset.setdefault(problem.dataset, []).append(record.finished[problem.key])
+    metrics = evaluation_metrics(by_dataset, args.pass_at, args.seed)
+    summary = evaluation.summarise(metrics, by_dataset)
+    results = record.write_results(summary)
+    print(table(metrics, {dataset: len(problems) for dataset, problems in by_dataset.items()}))
+    print(f"results: {results}")
+    ungraded = {dataset: counts["num_ungraded"] for dataset, counts in summary["datasets"].items()}
+    if num_ungraded := sum(ungraded.values()):
+        where = ", ".join(f"{dataset} {count}" for dataset, count in ungraded.items() if count)
+        num_responses = len(problems) * args.n
+        _say(
+            f"{num_ungraded} of {num_responses} responses are UNGRADED, the reward failed ({where}); each counts as 0; "
+            f"see {record.out / 'engines.log'}"
+        )
+    return num_ungraded
+
+
+def _generate(
+    args: argparse.Namespace,
+    endpoints: list[str],
+    waiting: list[evaluation.Problem],
+    prompts: evaluation.Prompts,
+    record: evaluation.EvaluationRecord,
+) -> None:
+    """Append the responses to the `waiting` problems to `record`."""
+    log_file = record.out / "engines.log"
+    _say(f"starting engines, which log to {log_file}")
+    terminal = sys.stderr
+    with open(log_file, "a") as log, redirect_stdout(log), redirect_stderr(log):
+        with evaluation.running_engines(
+            args.model,
+            args.num_engines,
+            args.tensor_parallel_size,
+            args.gpu_memory_utilization,
+            evaluation.engine_seed(args.seed, len(record.finished)),
+            prompts.max_model_len,
+            endpoints,
+        ) as engines:
+            progress = Progress(list(record.finished.values()), len(record.finished) + len(waiting), terminal)
+            for problem, responses in evaluation.generate(
+                engines, waiting, prompts, args.label_key, args.n, args.temperature, args.top_p
+            ):
+                described = [evaluation.describe_response(response, prompts.tokenizer) for response in responses]
+                progress.add(record.append(problem, prompts.texts[problem.key], problem.row[args.label_key], described))
+
+
+class Progress:
+    """One line about what is finished; on a terminal it replaces itself."""
+
+    def __init__(self, finished: list[list[GradedResponse]], num_problems: int, stream: TextIO) -> None:
+        self._num_problems, self._stream = num_problems, stream
+        self._num_before, self._num_finished, self._num_responses, self._sum = len(finished), 0, 0, 0.0
+        for responses in finished:
+            self._count(responses)
+        self._start = self._last = time.monotonic()
+
+    def _count(self, responses: list[GradedResponse]) -> None:
+        self._num_finished += 1
+        self._num_responses += len(responses)
+        self._sum += sum(response.reward or 0.0 for response in responses)
+
+    def add(self, responses: list[GradedResponse]) -> None:
+        """Count a finished problem; show the line when it is time, and after the last problem."""
+        self._count(responses)
+        now, done = time.monotonic(), self._num_finished == self._num_problems
+        if not done and now - self._last < (_EVERY_ON_TERMINAL if self._stream.isatty() else _EVERY_IN_FILE):
+            return
+        self._last = now
+        per_problem = (now - self._start) / (self._num_finished - self._num_before)
+        line = (
+            f"{self._num_finished} / {self._num_problems} problems, {self._num_responses} responses, "
+            f"mean reward {self._sum / self._num_responses:.3f}, "
+            f"{per_problem * (self._num_problems - self._num_finished):.0f} s left"
+        )
+        # Spaces over what a longer line has left.
+        before, after = ("\r", "" if not done else "\n") if self._stream.isatty() else ("", "\n")
+        self._stream.write(f"{before}{line:<78}{after}")
+        self._stream.flush()
+
+
+def table(metrics: dict[str, dict[str, Estimate | None]], num_problems: dict[str, int]) -> str:
+    """The metrics as aligned text: a row a dataset, the interval beside the first metric."""
+    names = list(metrics[MACRO_AVERAGE])
+    rows = [["dataset", "problems", f"{names[0]} [95%]", *names[1:-1], "mean length"]]
+    for dataset, estimates in metrics.items():
+        if dataset == MACRO_AVERAGE and len(num_problems) == 1:
+            continue
+        cells = ["-" if estimates[name] is None else f"{estimates[name].mean:.3f}" for name in names]
+        cells[0] += f" [{estimates[names[0]].low:.3f}, {estimates[names[0]].high:.3f}]"
+        cells[-1] = f"{estimates[names[-1]].mean:.1f}"
+        rows.append([dataset, str(num_problems.get(dataset, sum(num_problems.values()))), *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return "\n".join("  ".join(line) for line in lines)
+
+
+def _say(message: str) -> None:
+    print(f"openrlhf-bapo: {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Metrics of an evaluation, against enumeration of what they are the expectation of."""
+
+import math
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_bapo.core.eval_metrics import (
+    GradedResponse,
+    bootstrap_means,
+    evaluation_metrics,
+    majority,
+    pass_at,
+)
+
+rewards_of_a_problem = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=8)
+answers = st.sampled_from([None, "1", "2", "3"])
+problems = st.lists(
+    st.lists(st.tuples(st.sampled_from([None, 0.0, 1.0]), answers), min_size=4, max_size=4), min_size=1, max_size=6
+)
+
+
+def responses(rewards_and_answers) -> list[GradedResponse]:
+    return [GradedResponse(reward, answer, truncated=False, num_tokens=1) for reward, answer in rewards_and_answers]
+
+
+@given(rewards_of_a_problem, st.data())
+def test_pass_at_k_is_the_mean_best_reward_over_all_subsets_of_k(rewards, data):
+    k = data.draw(st.integers(1, len(rewards)))
+    best = fmean(max(subset) for subset in combinations(rewards, k))
+    assert pass_at(torch.tensor([rewards]), k).item() == pytest.approx(best, abs=1e-9)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_pass_at_k_of_right_and_wrong_is_the_unbiased_estimate_without_overflow(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    rewards = torch.tensor([[1.0] * c + [0.0] * (n - c)])
+    expected = 1 - math.comb(n - c, k) / math.comb(n, k)
+    assert pass_at(rewards, k).item() == pytest.approx(expected, abs=1e-9)
+
+
+@given(rewards_of_a_problem)
+def test_pass_at_k_goes_from_the_mean_to_the_maximum_and_never_falls(rewards):
+    by_k = [pass_at(torch.tensor([rewards]), k).item() for k in range(1, len(rewards) + 1)]
+    assert by_k[0] == pytest.approx(fmean(rewards), abs=1e-6) and by_k[-1] == pytest.approx(max(rewards))
+    assert all(low <= high + 1e-9 for low, high in zip(by_k, by_k[1:], strict=False))
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), answers), min_size=1, max_size=8))
+def test_majority_is_the_mean_reward_of_the_answers_with_the_most_votes(votes):
+    given_answers = [answer for _, answer in votes if answer is not None]
+    expected = 0.0
+    if given_answers:
+        counts = {answer: given_answers.count(answer) for answer in given_answers}
+        tied = [answer for answer in counts if counts[answer] == max(counts.values())]
+        expected = fmean(fmean(reward for reward, answer in votes if answer == one) for one in tied)
+    assert majority(responses(votes)) == pytest.approx(expected)
+
+
+def test_an_ungraded_response_counts_as_0():
+    some = responses([(1.0, "1"), (None, "1"), (None, None), (1.0, "2")])
+    assert evaluation_metrics({"sums": [some]}, [4], seed=0)["sums"]["avg@4"].mean == 0.5
+    assert majority(some) == 0.5
+
+
+@given(problems, problems)
+def test_every_mean_is_over_problems_and_lies_in_its_interval(first, second):
+    datasets = {"first": [responses(one) for one in first], "second": [responses(one) for one in second]}
+    metrics = evaluation_metrics(datasets, [1, 2], seed=0)
+    for name, rows in (("first", first), ("second", second)):
+        accuracy = fmean(fmean(reward or 0.0 for reward, _ in row) for row in rows)
+        assert metrics[name]["avg@4"].mean == pytest.approx(accuracy)
+        assert metrics[name]["pass@1"].mean == pytest.approx(accuracy)
+    for name, macro in metrics["macro average"].items():
+        of_datasets = [metrics["first"][name], metrics["second"][name]]
+        assert (macro is None) == (None in of_datasets)
+        if macro is not None:
+            assert macro.mean == pytest.approx(fmean(estimate.mean for estimate in of_datasets))
+    found = [estimate for metrics_of in metrics.values() for estimate in metrics_of.values() if estimate is not None]
+    assert all(one.low - 1e-9 <= one.mean <= one.high + 1e-9 for one in found)
+
+
+def test_majority_is_unknown_where_no_response_has_an_answer():
+    metrics = evaluation_metrics({"mute": [responses([(1.0, None)])], "sums": [responses([(1.0, "1")])]}, [1], seed=0)
+    assert metrics["mute"]["majority@1"] is None and metrics["macro average"]["majority@1"] is None
+    assert metrics["sums"]["majority@1"].mean == 1
+
+
+def test_the_interval_has_the_width_of_the_normal_one_and_narrows_with_the_square_root_of_the_problems():
+    def width(num_problems: int) -> float:
+        values = (torch.arange(num_problems) % 2).double()[:, None]  # mean 0.5, standard deviation 0.5
+        low, high = bootstrap_means(values, torch.Generator().manual_seed(0)).quantile(
+            torch.tensor([0.025, 0.975], dtype=torch.float64)
+        )
+        return (high - low).item()
+
+    for num_problems in (100, 1600):
+        assert width(num_problems) == pytest.approx(2 * 1.96 * 0.5 / num_problems**0.5, rel=0.06)
+
+
+def test_resamples_are_many_means_over_whole_problems():
+    values = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
+    means = bootstrap_means(values, torch.Generator().manual_seed(0), num_resamples=5000)
+    assert means.shape == (5000, 2)
+    torch.testing.assert_close(means.sum(1), torch.ones(5000, dtype=torch.float64))  # the same problems in both columns
+    assert means[:, 0].unique().numel() == 4
+    assert means[:, 0].mean().item() == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    covered = []
+    for _ in range(300):
+        values = (torch.rand(60, 1, generator=generator) < 0.3).double()
+        means = bootstrap_means(values, generator, num_resamples=500)
+        low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+        covered.append(low <= 0.3 <= high)
+    assert 0.9 <= fmean(map(float, covered)) <= 0.98

@@ -1,0 +1,321 @@
+"""`openrlhf-bapo evaluate`: the real engines, killed and resumed; prompts as OpenRLHF makes them; users' mistakes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+import pipeline
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_bapo.adapter import evaluation
+from openrlhf_bapo.cli import evaluate
+
+N, MAX_NEW_TOKENS, UNGRADED_LABEL = 4, 24, "11"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """The tiny model, sums.jsonl and differences.jsonl, and a reward that fails for one label."""
+    directory = pipeline.make_model(tmp_path_factory.mktemp("evaluate"))
+    for dataset, sign in (("sums", "+"), ("differences", "-")):
+        rows = []
+        for i in range(300):
+            a, b = i % 10, i // 10 % 10
+            rows.append({"input": f"{a}{sign}{b}=", "label": str(a + b if sign == "+" else a - b)})
+        if dataset == "sums":
+            rows = [row | {"datasource": "additions"} for row in rows]
+        (directory / f"{dataset}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = (directory / "reward.py").read_text()
+    failing = f"    assert labels != ['{UNGRADED_LABEL}'], 'no grade'\n    rewards ="
+    (directory / "reward.py").write_text(reward.replace("    rewards =", failing))
+    return directory
+
+
+def flags(directory: Path, **overrides) -> list[str]:
+    """A small evaluation's flags; None removes one."""
+    values = {
+        "model": directory / "model",
+        "data": [directory / "sums.jsonl", directory / "differences.jsonl"],
+        "out": directory / "out",
+        "n": N,
+        "temperature": 1.0,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "num_engines": 2,
+        "reward": directory / "reward.py",
+    }
+    values |= overrides
+    argv = []
+    for name, value in values.items():
+        if value is not None:
+            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return argv
+
+
+def call(argv: list[str]) -> int:
+    """The exit code of the command in this process."""
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(argv)
+    return ended.value.code
+
+
+def processes_of(part: str) -> dict[int, str]:
+    """Ids and names of the processes that inherited PART=`part` in their environment."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"PART={part}\0".encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "comm").read_text().strip()
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def wait_for_end(part: str) -> None:
+    for _ in range(600):
+        left = processes_of(part)
+        if not left:
+            return
+        # After SIGKILL of a driver these two of Ray's processes stay for a minute or two.
+        if set(left.values()) <= {"ray::DashboardA", "ray::RuntimeEnv"} and part.endswith("killed"):
+            for process in left:
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+    raise AssertionError(f"still there: {left}")
+
+
+def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metrics_of_its_responses(directory, capsys):
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.evaluate"]
+    # Only what the responses depend on must stay: the first part has one engine.
+    first_command, command = [*command, *flags(directory, num_engines=1)], [*command, *flags(directory)]
+    killed, resumed = f"{directory}/killed", f"{directory}/resumed"
+    responses = directory / "out" / "responses.jsonl"
+
+    with pipeline.running(first_command, directory / "first.log", PART=killed, RAY_DEDUP_LOGS="0") as process:
+        while not responses.exists() or responses.read_bytes().count(b"\n") < 5:
+            assert process.poll() is None, (directory / "first.log").read_text()
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    wait_for_end(killed)
+    first = responses.read_bytes()
+    first = first[: first.rfind(b"\n") + 1]
+    assert 5 <= first.count(b"\n") < 600
+    responses.write_bytes(first + b'{"problem": "torn')
+
+    output = directory / "second.log"
+    with pipeline.running(command, output, PART=resumed, RAY_DEDUP_LOGS="0") as process:
+        code = process.wait(300)
+    wait_for_end(resumed)
+    output = output.read_text()
+    assert code == 1, output  # for the ungraded ones
+
+    # Every problem once, the first part as it was.
+    assert responses.read_bytes().startswith(first)
+    assert "dropped a torn last line of 17 bytes" in output
+    assert f"{first.count(bytes([10]))} finished before" in output
+    lines = [json.loads(line) for line in responses.read_text().splitlines()]
+    files = [directory / "sums.jsonl", directory / "differences.jsonl"]
+    assert sorted(line["problem"] for line in lines) == sorted(f"{f}:{i}" for f in files for i in range(1, 301))
+    assert all(len(line["responses"]) == N for line in lines)
+    each = [response for line in lines for response in line["responses"]]
+    assert all(1 <= one["num_tokens"] <= MAX_NEW_TOKENS for one in each)
+    assert all(one["num_tokens"] == MAX_NEW_TOKENS for one in each if one["truncated"])
+    for line in lines:
+        for one in line["responses"]:
+            expected = None if line["label"] == UNGRADED_LABEL else sum(c in "13579" for c in one["text"]) / 8
+            assert one["reward"] == expected
+
+    # No two samples are copies: within a problem, between problems with the same prompt, engines and parts.
+    together = Counter((line["prompt"], tuple(one["text"] for one in line["responses"])) for line in lines)
+    assert len(together) > 0.9 * len(lines)
+    assert fmean(len({one["text"] for one in line["responses"]}) for line in lines) > 0.8 * N
+    seeds = re.findall(r"LLM engine .*\bseed=(\d+)", (directory / "out" / "engines.log").read_text())
+    assert len(seeds) == 3 and len(set(seeds)) == 3
+
+    # The metrics, by loops.
+    results = json.loads((directory / "out" / "results.json").read_text())
+    assert results["problems"] == lines
+    assert results["config"]["temperature"] == 1.0 and results["versions"]["vllm"]
+    by_dataset = {"additions": [], "differences": []}
+    for line in lines:
+        by_dataset[line["dataset"]].append(line["responses"])
+    for dataset, problems in by_dataset.items():
+        found = results["datasets"][dataset]
+        assert (found["num_problems"], found["num_responses"]) == (300, 300 * N)
+        assert found["num_ungraded"] == sum(one["reward"] is None for problem in problems for one in problem)
+        assert found["num_ungraded"] == (24 * N if dataset == "additions" else 0)
+        means = {name: metric["mean"] for name, metric in found["metrics"].items() if metric}
+        expected = metrics_by_loops(problems)
+        assert means == {name: pytest.approx(value) for name, value in expected.items()}
+        assert re.search(rf"^{dataset} +300 +{means['avg@4']:.3f} \[0\.\d+, 0\.\d+\] ", output, re.MULTILINE)
+    macro = results["macro_average"]["avg@4"]["mean"]
+    assert macro == pytest.approx(fmean(results["datasets"][name]["metrics"]["avg@4"]["mean"] for name in by_dataset))
+    assert re.search(rf"^macro average +600 +{macro:.3f} ", output, re.MULTILINE)
+    assert f"{24 * N} of 2400 responses are UNGRADED" in output
+
+    # Once more, with every response graded: nothing is left to generate.
+    shutil.copytree(directory / "out", directory / "graded")
+    graded = responses.read_text().replace('"reward": null', '"reward": 0.0')
+    (directory / "graded" / "responses.jsonl").write_text(graded)
+    assert call(flags(directory, out=directory / "graded", pass_at=[3])) == 0
+    said = capsys.readouterr()
+    assert "pass@3" in said.out and "pass@4" not in said.out
+    assert "starting engines" not in said.err and "UNGRADED" not in said.err
+
+
+def metrics_by_loops(problems: list[list[dict]]) -> dict[str, float]:
+    rewards = [[one["reward"] or 0.0 for one in problem] for problem in problems]
+    votes = []
+    for problem, of_problem in zip(problems, rewards, strict=True):
+        counts = Counter(one["answer"] for one in problem if one["answer"] is not None)
+        winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+        of_answer = [
+            fmean(r for r, one in zip(of_problem, problem, strict=True) if one["answer"] == w) for w in winners
+        ]
+        votes.append(fmean(of_answer) if winners else 0.0)
+    return {
+        "avg@4": fmean(map(fmean, rewards)),
+        **{f"pass@{k}": fmean(fmean(map(max, combinations(one, k))) for one in rewards) for k in (1, 2, 4)},
+        "majority@4": fmean(votes),
+        "truncated": fmean(one["truncated"] for problem in problems for one in problem),
+        "length": fmean(one["num_tokens"] for problem in problems for one in problem),
+    }
+
+
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 10**5), min_size=2, max_size=2, unique=True))
+def test_a_resumed_run_has_a_seed_of_its_own(seed, num_finished):
+    first, second = (evaluation.engine_seed(seed, number) for number in num_finished)
+    assert first != second and 0 <= first < 2**31
+
+
+@pytest.mark.parametrize(
+    ("apply_chat_template", "input_template", "first"),
+    [(False, None, "0-0="), (True, None, "0-0=+1="), (False, "1+{}", "1+0-0=")],
+    ids=["as they are", "chat template", "input template"],
+)
+def test_prompts_are_those_of_openrlhfs_dataset_and_the_chat_template_is_on_where_there_is_one(
+    directory, tmp_path, apply_chat_template, input_template, first
+):
+    from datasets import load_dataset
+    from openrlhf.datasets.prompts_dataset import PromptDataset
+    from openrlhf.utils.utils import get_tokenizer
+
+    model = tmp_path / "model"
+    shutil.copytree(directory / "model", model)
+    if apply_chat_template or input_template:
+        template = "{% for m in messages %}{{ m.content }}+1{% endfor %}{% if add_generation_prompt %}={% endif %}"
+        (model / "chat_template.jinja").write_text(template)
+    file = str(directory / "differences.jsonl")
+    problems = evaluation.read_problems([file], "input", "label", None)
+    prompts = evaluation.make_prompts(problems, str(model), "input", "label", None, input_template, None)
+
+    data = Namespace(input_key="input", label_key="label", apply_chat_template=apply_chat_template)
+    strategy = Namespace(args=Namespace(data=data), is_rank_0=lambda: False)
+    rows = load_dataset("json", data_files=file)["train"]
+    upstream = PromptDataset(rows, get_tokenizer(str(model), None), strategy, input_template=input_template)
+    assert list(prompts.texts.values()) == upstream.prompts
+    assert [problem.row["label"] for problem in problems] == upstream.labels
+    assert prompts.apply_chat_template == apply_chat_template
+    assert upstream.prompts[0] == first
+    # The model has 128 positions.
+    assert (prompts.max_model_len, prompts.max_new_tokens) == (128, 128 - len(upstream.prompts[0]))
+
+
+WRONG_FLAGS = [
+    ({"n": 0}, "--n 0: "),
+    ({"pass_at": [1, 5]}, "--pass_at 5: allowed: from 1 to --n 4"),
+    ({"temperature": -1}, "--temperature -1.0: "),
+    ({"top_p": 0}, "--top_p 0.0: "),
+    ({"max_problems": 0}, "--max_problems 0: "),
+    ({"reward": "missing.py"}, "--reward missing.py: "),
+    ({"data": ["missing.jsonl"]}, "--data missing.jsonl: "),
+    ({"input_key": "question"}, "line 1 has no key 'question'; allowed for --input_key: one of input, label"),
+    ({"model": "/missing"}, "--model /missing: "),
+    ({"input_template": "Q:"}, "--input_template 'Q:': allowed: a text with {} for the input"),
+    ({"max_new_tokens": 125}, "--max_new_tokens 125: allowed beside the longest prompt's 4 tokens, in the model's 128"),
+    ({"out": "/dev/null"}, "--out /dev/null: "),
+    ({"apply_chat_template": []}, "--apply_chat_template: the tokenizer has none"),
+    ({"num_engines": 1000} if torch.cuda.is_available() else {"tensor_parallel_size": 2}, "allowed"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", WRONG_FLAGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_ends_in_one_line_before_anything_is_written(directory, tmp_path, capsys, overrides, message):
+    assert_refused(flags(directory, **{"out": tmp_path / "new"} | overrides), message, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "has no problem"),
+        ('{"input": "1+1=", "label": "2"}\n\n{"input": "1+1="}\n', "line 3 has no key 'label'"),
+        ('{"input": "1+1=", "label": "2"}\n{"input": \n', "line 2 is not JSON"),
+        ('["1+1="]\n', "line 1 is not a JSON object"),
+        (json.dumps({"input": "1" * 128, "label": "2"}), "has 128 tokens; allowed: fewer than the model's 128"),
+        ('{"input": ["1+1="], "label": "2"}\n', "'input' is a list; allowed without chat template: a string"),
+    ],
+)
+def test_a_mistake_in_the_data_is_named_with_its_line(directory, tmp_path, capsys, content, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    assert_refused(flags(directory, data=[file], max_new_tokens=None), message, capsys)
+
+
+def test_a_file_given_twice_is_refused(directory, capsys):
+    files = [directory / "sums.jsonl", f"{directory}/./sums.jsonl"]
+    assert_refused(flags(directory, data=files), "is given twice", capsys)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"temperature": 0.6}, "--temperature 0.6: OUT holds an evaluation with --temperature 1.0"),
+        ({"n": 8}, "--n 8: OUT holds an evaluation with --n 4"),
+        ({"max_new_tokens": None}, "--max_new_tokens 124: OUT holds an evaluation with --max_new_tokens 24"),
+    ],
+)
+def test_a_resume_with_another_setting_is_refused_with_both_values(directory, tmp_path, capsys, overrides, message):
+    out = begin(directory, tmp_path)
+    assert_refused(flags(directory, **{"out": out} | overrides), message.replace("OUT", str(out)), capsys)
+
+
+@pytest.mark.parametrize(
+    "changed, flag", [("model/config.json", "model"), ("sums.jsonl", "data"), ("reward.py", "reward")]
+)
+def test_a_resume_with_changed_files_is_refused(directory, tmp_path, capsys, changed, flag):
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    out = begin(copy, tmp_path)
+    if flag == "model":
+        os.utime(copy / changed, ns=(0, 0))
+    else:
+        (copy / changed).write_text((copy / changed).read_text() + "\n")
+    assert_refused(flags(copy, out=out), f"--{flag} ", capsys)
+
+
+def begin(directory: Path, tmp_path: Path) -> Path:
+    """The folder of an evaluation that was killed before its first problem was finished."""
+    files = [str(directory / name) for name in ("sums.jsonl", "differences.jsonl")]
+    settings = evaluation.content_settings(str(directory / "model"), files, [str(directory / "reward.py")])
+    settings |= {"input_key": "input", "label_key": "label", "max_problems": None, "n": N, "temperature": 1.0}
+    settings |= {"top_p": 1.0, "seed": 0, "apply_chat_template": False, "max_new_tokens": MAX_NEW_TOKENS}
+    return evaluation.EvaluationRecord(str(tmp_path / "out"), settings).out
+
+
+def assert_refused(argv: list[str], message: str, capsys) -> None:
+    assert call(argv) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
