@@ -6,7 +6,6 @@ from pathlib import Path
 import pipeline
 import pytest
 
-
 TESTS = Path(__file__).parent
 
 

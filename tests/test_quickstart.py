@@ -20,10 +20,10 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def run(script: str, runs: Path, **environment) -> tuple[list[str], dict, Path]:
+def run(script: str, runs: Path, *flags: str, **environment) -> tuple[list[str], dict, Path]:
     """The lines that a script prints, the scalars that its run logged, and the run's folder."""
     process = subprocess.run(
-        ["bash", f"scripts/{script}"],
+        ["bash", f"scripts/{script}", *flags],
         cwd=pipeline.REPOSITORY,
         env=os.environ | {"RUNS": str(runs)} | environment,
         capture_output=True,
@@ -38,7 +38,7 @@ def run(script: str, runs: Path, **environment) -> tuple[list[str], dict, Path]:
 
 
 def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluates_as_openrlhf_did(runs):
-    lines, scalars, folder = run("train_bapo_quickstart.sh", runs)
+    lines, scalars, folder = run("train_bapo_quickstart.sh", runs, STEPS="64", EVAL_STEPS="32")
     steps, accuracy = scalars["eval/eval_chain_sum_pass1"]
     assert steps[0] == 0 and 0.3 < accuracy[0] < 0.6
     assert accuracy[-1] > accuracy[0] + 0.1
@@ -60,7 +60,21 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     assert abs(sum(ours) / 200 - accuracy[-1]) < 4 * error < 0.15
 
 
-def test_the_replay_example_trains_on_stale_tokens(runs):
-    _, scalars, _ = run("train_bapo_replay.sh", runs, STEPS="8", EVAL_STEPS="8")
-    assert 2 <= max(scalars["train/offpolicy/staleness_max"][1]) <= 4
-    assert sum(scalars["train/replay/groups_sampled"][1]) > 0
+def test_the_replay_example_trains_on_stale_tokens_within_the_bound_and_they_reach_the_ratio(runs):
+    flags = ("--actor.num_gpus_per_node", "2", "--train.micro_batch_size", "16", "--rollout.micro_batch_size", "128")
+    _, scalars, _ = run("train_bapo_replay.sh", runs, *flags, STEPS="10", EVAL_STEPS="10")
+
+    def logged(name: str) -> list[float]:
+        return scalars[f"train/{name}"][1]
+
+    assert len(logged("replay/size")) == 10
+    assert logged("offpolicy/staleness_max")[0] == logged("replay/groups_sampled")[0] == 0
+    assert 2 <= max(logged("offpolicy/staleness_max")) <= 4
+    assert sum(number > 0 for number in logged("replay/groups_sampled")) >= 5
+    assert sum(logged("replay/groups_expired") + logged("replay/groups_exhausted")) > 0
+    assert set(logged("replay/samples_dropped")) == {0}
+    assert set(logged("rollout/num_samples")) == {256}  # fresh samples only
+    # Stale tokens' ratios lie further from 1 than fresh ones'.
+    fresh, stale = (logged(f"offpolicy/ess/staleness_{label}")[-7:] for label in ("0", "2-3"))
+    assert sum(stale) / len(stale) < sum(fresh) / len(fresh)
+    assert all(0 < mismatch < 0.1 for mismatch in logged("offpolicy/engine_mismatch"))

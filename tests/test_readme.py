@@ -24,6 +24,16 @@ def test_every_training_command_in_the_readme_passes_openrlhfs_checks_and_ours()
         assert args.policy_loss == "bapo"
 
 
+def test_every_other_command_in_the_readme_has_flags_that_exist():
+    from openrlhf_bapo.cli import data, evaluate
+
+    parsers = {"evaluate": evaluate.make_parser(), "data": data.make_parser()}
+    commands = [shlex.split(line)[1:] for line in COMMANDS if "openrlhf-bapo" in line and " train " not in line]
+    assert {name for name, *_ in commands} == set(parsers)
+    for name, *flags in commands:
+        parsers[name].parse_args(flags)
+
+
 def test_every_flag_of_ours_is_in_the_readme():
     import argparse
 

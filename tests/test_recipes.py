@@ -23,6 +23,7 @@ from openrlhf_bapo.cli import plan
 from openrlhf_bapo.cli.plot import read_scalars
 
 BIN = Path(sys.executable).parent
+README = (pipeline.REPOSITORY / "README.md").read_text()
 
 
 def run(script: str, *flags: str, **environment) -> subprocess.CompletedProcess:
@@ -60,6 +61,11 @@ def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, scri
     assert code == 0 and lines[-1] == "everything fits"
     assert re.search(rf"GPUs +{gpus}", output) and f"{billions} billion parameters" in output
     assert "policy_loss: bapo" in output and "remote_url=" in output
+    # The README's table has these figures.
+    phases = {name: float(size) for size, name in re.findall(r"^ +([\d.]+) GiB  (\w[^=\n]*)$", output, re.MULTILINE)}
+    training = max(size for name, size in phases.items() if name not in ("generation", "weight sync"))
+    (row,) = [line for line in README.splitlines() if f"train_bapo_{script}.sh` |" in line]
+    assert row.endswith(f"| {phases['generation']:.0f} / {training:.0f} |")
 
 
 def test_a_dry_run_needs_no_ray_and_on_slurm_asks_for_its_nodes():
@@ -85,10 +91,12 @@ def test_a_memory_overflow_is_one_line_with_the_phase_and_its_largest_terms(caps
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The harness's model, with a chat template."""
+    """The harness's model, with a chat template and room for long responses."""
     from transformers import AutoTokenizer
 
     directory = pipeline.make_model(tmp_path_factory.mktemp("tiny"), num_prompts=160)
+    config = directory / "model/config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 512'))
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(directory / "model")
@@ -110,7 +118,7 @@ def planned(tiny):
         ({"actor.num_gpus_per_node": 3, "ds.ring_attn_size": 2}, "--ds.ring_attn_size 2 x .* 3 GPUs"),
         ({"train.batch_size": 20}, "--train.batch_size 20: .* multiple of 8"),
         ({"train.batch_size": 128}, "--train.batch_size 128: .* only 64 samples"),
-        ({"data.max_len": 4096}, "--data.max_len 4096: .* 128 positions"),
+        ({"data.max_len": 4096}, "--data.max_len 4096: .* 512 positions"),
         ({"rollout.max_new_tokens": 24}, "--rollout.max_new_tokens 24: .* --data.max_len 24"),
         ({"vllm.gpu_memory_utilization": 0.001}, "--vllm.gpu_memory_utilization 0.001: .* KV"),
     ],
@@ -150,7 +158,7 @@ def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> 
         MODEL=tiny / "model",
         DATA=tiny / "train.jsonl",
         RUN=directory,
-        **{"EVAL_DATA": tiny / "train.jsonl", "EVAL_N": 0} | environment,
+        **{"EVAL_DATA": tiny / "train.jsonl", "EVAL_N": 0, "TENSOR_PARALLEL": 1} | environment,
     )
     (log,) = directory.glob("train-*.log")
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:] + log.read_text()[-3000:]
@@ -167,7 +175,7 @@ def test_qwen32b_trains_on_two_ranks_evaluates_and_saves_what_transformers_loads
         tiny,
         "qwen32b",
         *("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--data.max_samples", "16"),
-        *("--actor.adam.lr", "3e-3"),
+        *("--actor.adam.lr", "5e-4"),
         REWARD=tiny / "reward.py",
         EVAL_DATA=tiny / "heldout.jsonl",
         EVAL_STEPS=1,
@@ -229,19 +237,17 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     head += [f"--temp-dir={temporary}"]
     server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
-    # What only this test wants: a longer run with replay, responses that a weight update falls into, and what a run on
-    # the CPU needs if it joins a cluster.
+    # What only this test wants: a longer run, responses that a weight update falls into, and what a run on the CPU
+    # needs if it joins a cluster.
     flags = {
-        "data.max_samples": 160,
-        "data.max_len": 72,
-        "rollout.max_new_tokens": 64,
+        "data.max_samples": 128,
+        "data.max_len": 400,
+        "rollout.max_new_tokens": 390,  # the longest of a rollout's 64 takes longer than a training step
         "rollout.batch_size": 16,
         "rollout.vllm_generate_batch_size": 16,
-        "train.batch_size": 32,
-        "train.max_tokens_per_gpu": 1024,
-        "replay.ratio": 1,
-        "replay.max_reuse": 2,
-        "actor.adam.lr": 3e-4,
+        "train.batch_size": 64,
+        "train.max_tokens_per_gpu": 2048,
+        "actor.adam.lr": 1e-3,
         "vllm.sync_backend": "gloo",
     }
     try:
@@ -258,15 +264,14 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
             )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    assert len(steps) == 10
+    assert len(steps) == 8
     assert "POST /get_reward" in (tiny / "serve_rm.log").read_text()
-    assert len({step["rollout/reward_mean"] for step in steps}) == 10  # a model's, real numbers
-    # The queue of two: what it hands over is two versions old once it is full.
-    assert any(step["offpolicy/staleness_mean"] >= 1 for step in steps)
+    assert len({step["rollout/reward_mean"] for step in steps}) == 8  # a model's, real numbers
+    assert any(step["offpolicy/staleness_mean"] >= 0.5 for step in steps)
     stale = [step for step in steps if step["offpolicy/staleness_mean"] > 0]
     assert any(abs(step[name] - 1) > 1e-3 for step in stale for name in step if "ratio_mean/staleness_" in name)
     assert max(step["offpolicy/mixed_versions"] for step in steps) > 0
-    assert all(step["offpolicy/staleness_max"] <= 4 for step in steps)
+    assert all(step["offpolicy/staleness_max"] <= 2 for step in steps)  # the recipe's queue
 
 
 def wait_for(url: str, process: subprocess.Popen) -> None:

@@ -151,8 +151,8 @@ def _write(path: Path, lines: Iterable[dict]) -> None:
         part.unlink(missing_ok=True)
 
 
-def main(argv: list[str]) -> None:
-    """Read, write, and say what was left out: row by row on standard error, summed up on standard output."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo data", description=__doc__)
     parser.error = exit_with_one_line
     parser.add_argument("name", metavar="NAME", choices=tuple(DATASETS), help=", ".join(DATASETS))
@@ -160,6 +160,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--source", type=Path, help=f"read this instead of the hub: {_ALLOWED}")
     parser.add_argument("--split", help="of the hub's dataset, or of a directory that has several (by name)")
     parser.add_argument("--prompt_suffix", default=PROMPT_SUFFIX, help='line after the problem (%(default)s); "": none')
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Read, write, and say what was left out: row by row on standard error, summed up on standard output."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     dataset = DATASETS[args.name]
     split = args.split or dataset.split

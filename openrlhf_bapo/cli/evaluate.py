@@ -19,7 +19,7 @@ _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
 
 def main(argv: list[str] | None = None) -> None:
     """Evaluate. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2."""
-    parser = _make_parser()
+    parser = make_parser()
     parser.error = exit_with_one_line
     args = parser.parse_args(argv)
     try:
@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(1 if num_ungraded else 0)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder (as --ckpt.output_dir or --ckpt.save_hf wrote it) or hub name")

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling costs more than a laptop's runs gain
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB an engine
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's process does the work itself and starts no other for it
 }
 """Environment of every process; what the user has set wins."""
 
