@@ -141,11 +141,19 @@ def test_openrlhfs_own_refusals_are_one_line(tiny, capsys):
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("openrlhf-bapo: --train.partial_rollout_enable")
 
 
-def test_a_model_that_nobody_knows_is_one_line(tiny, capsys):
+@pytest.mark.parametrize(
+    ("given", "changed", "message"),
+    [
+        (["--plan.model", "tests"], {}, "--plan.model tests: .* allowed: a folder with a config.json"),
+        (["--plan.gpu_memory", "0"], {}, "--plan.gpu_memory 0.0: allowed: above 0"),
+        ([], {"vllm__num_engines": None}, "--vllm.num_engines None: allowed: 1 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(tiny, capsys, given, changed, message):
     with pytest.raises(SystemExit) as exit_:
-        plan.main(["--plan.model", str(tiny), *pipeline.flags(tiny, policy_loss="bapo")])
+        plan.main([*given, *pipeline.flags(tiny, policy_loss="bapo", **changed)])
     assert exit_.value.code == 2
-    assert "--plan.model" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(message, capsys.readouterr().err.strip().splitlines()[-1])
 
 
 def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> list[dict[str, float]]:

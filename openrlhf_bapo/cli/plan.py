@@ -38,6 +38,10 @@ def main(argv: list[str]) -> None:
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF's remarks
         args = parse(training)
+    if not args.vllm.num_engines:
+        parser.error(
+            f"--vllm.num_engines {args.vllm.num_engines}: allowed: 1 or more; OpenRLHF rolls out with vLLM alone"
+        )
     try:
         shape = read_shape(given_model or args.actor.model_name_or_path)
     except ValueError as error:
