@@ -369,6 +369,12 @@ def test_the_same_command_writes_the_same_file_again_over_itself(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
+def test_the_files_folder_is_made(tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
+    data.main(["aime25", str(tmp_path / "new/folder/out.jsonl"), "--source", str(source)])
+    assert (tmp_path / "new/folder/out.jsonl").is_file()
+
+
 @pytest.mark.parametrize("apply_chat_template", [False, True])
 def test_openrlhfs_prompt_dataset_reads_the_result(tmp_path, apply_chat_template):
     from openrlhf.datasets import PromptDataset
@@ -422,7 +428,7 @@ def test_mistakes_end_in_one_line_that_says_what_is_allowed(tmp_path, capsys):
     (tmp_path / "long.csv").write_text(f"problem,answer\n{'a' * 200_000},4\n")
     assert "field larger" in mistake(capsys, "aime25", out, "--source", tmp_path / "long.csv")
     assert "none of 0 rows" in mistake(capsys, "aime25", out, "--source", tmp_path / "empty.jsonl")
-    for bad_out in (tmp_path / "no" / "out.jsonl", empty_directory):
+    for bad_out in (good / "out.jsonl", empty_directory):
         assert f"OUT.jsonl {bad_out}" in mistake(capsys, "aime25", bad_out, "--source", good)
     assert "--split dev" in mistake(capsys, "aime25", out, "--source", good, "--split", "dev")
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob("*.part"))

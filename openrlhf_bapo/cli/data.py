@@ -142,6 +142,7 @@ def _with_progress(rows: Iterable[dict]) -> Iterator[dict]:
 
 
 def _write(path: Path, lines: Iterable[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "w", encoding="utf-8") as file:
@@ -200,7 +201,7 @@ def main(argv: list[str]) -> None:
             ),
         )
     except OSError as error:
-        parser.error(f"OUT.jsonl {args.out}: cannot be written ({error.strerror}); allowed: a file in a directory")
+        parser.error(f"OUT.jsonl {args.out}: cannot be written ({error.strerror}); allowed: a file's path")
     print(f"{args.name}: {problems.num_rows} rows read from {source}, {len(problems.usable)} written to {args.out}")
     for line in summary:
         print(f"left out: {line}")
