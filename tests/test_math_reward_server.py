@@ -30,7 +30,7 @@ def wait_until_it_listens(process, log) -> None:
 def server(tmp_path_factory):
     """The address of a server with 2 workers and 1 second an answer."""
     log, port = tmp_path_factory.mktemp("server") / "log", free_port()
-    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "1"]
+    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "2"]
     with running(command, log) as process:
         wait_until_it_listens(process, log)
         yield f"http://127.0.0.1:{port}"
@@ -89,7 +89,7 @@ def test_64_requests_of_openrlhf_at_once_get_each_its_own_reward(server):
 
 
 def test_the_example_gives_openrlhf_the_same_rewards_without_a_server(monkeypatch):
-    monkeypatch.setattr(math_reward.GRADER, "time_limit", 1.0)
+    monkeypatch.setattr(math_reward.GRADER, "time_limit", 2.0)
     executor = SingleTurnAgentExecutor(str(REPOSITORY / "examples" / "math_reward.py"))
     results = ask_at_once(executor, "_fetch_rewards_via_func")
     assert [result["rewards"].tolist() for result in results] == [[reward] for _, _, reward in samples()]
