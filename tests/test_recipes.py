@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf_bapo.adapter.plan import Machine, make_plan, read_shape
+from openrlhf_bapo.adapter.plan import REMEDIES, Machine, make_plan, read_shape
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.cli.plot import read_scalars
 
@@ -86,7 +86,7 @@ def test_a_memory_overflow_is_one_line_with_the_phase_and_its_largest_terms(caps
     assert code == 1
     (line,) = [line for line in lines if line.startswith("does not fit:")]
     assert re.search(r"every GPU needs \d+\.\d GiB of 80 in the phase 'backward through the logits'", line)
-    assert "largest: logits and their gradients" in line
+    assert "largest: logits and their gradients" in line and "raise --ds.ring_attn_size" in line
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,8 @@ def planned(tiny):
         ({"data.max_len": 4096}, "--data.max_len 4096: .* 512 positions"),
         ({"rollout.max_new_tokens": 24}, "--rollout.max_new_tokens 24: .* --data.max_len 24"),
         ({"vllm.gpu_memory_utilization": 0.001}, "--vllm.gpu_memory_utilization 0.001: .* KV"),
+        ({"vllm.gpu_memory_utilization": 1.1}, "engine's GPU needs .* 'generation' .* lower --vllm.gpu_memory_util"),
+        ({"train.micro_batch_size": 10**9, "train.batch_size": 64}, "actor's GPU needs .* --train.micro_batch_size"),
     ],
 )
 def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, changes, problem):
@@ -131,6 +133,13 @@ def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, chan
         group, name = flag.split(".")
         setattr(getattr(args, group), name, value)
     assert any(re.search(problem, line) for line in make_plan(args, shape, Machine()).problems)
+
+
+def test_there_is_a_remedy_for_every_phase(planned):
+    args, shape = copy.deepcopy(planned)
+    args.train.colocate_all = True
+    (phases,) = make_plan(args, shape, Machine()).phases.values()
+    assert {phase.name for phase in phases} == set(REMEDIES)
 
 
 def test_openrlhfs_own_refusals_are_one_line(tiny, capsys):

@@ -32,6 +32,19 @@ GIB = 2**30
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """bf16 weights, and AdamW's fp32 weights and two moments."""
 
+_SMALLER_SAMPLES = (
+    "raise --ds.ring_attn_size, or lower --{0}.max_tokens_per_gpu, --{0}.micro_batch_size or --data.max_len"
+)
+REMEDIES = {
+    "generation": "lower --vllm.gpu_memory_utilization",
+    "log-probs": _SMALLER_SAMPLES.format("rollout"),
+    "backward through the logits": _SMALLER_SAMPLES.format("train"),
+    "backward through a layer": _SMALLER_SAMPLES.format("train"),
+    "optimizer step": "give --ds.zero_stage 3, more GPUs, or --ds.adam_offload",
+    "weight sync": "give --vllm.enable_sleep and --ds.enable_sleep",
+}
+"""What helps against too large a phase."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -132,7 +145,7 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
             largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in fit.largest)
             plan.problems.append(
                 f"{gpu} needs {fit.phase.total / GIB:.1f} GiB of {machine.gpu_memory:g} in the phase "
-                f"{fit.phase.name!r} (largest: {largest} GiB)"
+                f"{fit.phase.name!r} (largest: {largest} GiB); {REMEDIES[fit.phase.name]}"
             )
     plan.host = host_terms(shape, setup, engine if shares_gpus else None)
     if args.replay.ratio:
