@@ -317,13 +317,6 @@ def test_sleeping_states_are_on_the_host_while_the_engine_generates():
     assert plan.idle_terms(SHAPE_32B, offloaded) == plan.idle_terms(SHAPE_32B, replace(offloaded, enable_sleep=False))
 
 
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 2), (2, 2), (2, 4)])
-def test_step_sizes_are_those_of_openrlhfs_strategy(num_ranks, micro_batch_size):
-    sizes = plan.step_sizes(plan.TrainingSetup(2 * num_ranks, 1, 1, ring_attn_size=2), 4, 8, 16, micro_batch_size)
-    accumulated = 16 * 2 // micro_batch_size // (2 * num_ranks)  # DeepspeedStrategy.setup_distributed
-    assert sizes == plan.StepSizes(num_samples=32, num_optimizer_steps=2, num_micro_batches=accumulated)
-
-
 @pytest.mark.parametrize("passes", ["forward", "backward", "checkpointed"])
 def test_flops_are_those_that_torch_counts(passes):
     from torch.utils.flop_counter import FlopCounterMode

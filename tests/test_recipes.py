@@ -61,6 +61,7 @@ def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, scri
     assert code == 0 and lines[-1] == "everything fits"
     assert re.search(rf"GPUs +{gpus}", output) and f"{billions} billion parameters" in output
     assert "policy_loss: bapo" in output and "remote_url=" in output
+    assert re.search("optimizer steps per rollout +4,", output)
     # The README's table has these figures.
     phases = {name: float(size) for size, name in re.findall(r"^ +([\d.]+) GiB  (\w[^=\n]*)$", output, re.MULTILINE)}
     training = max(size for name, size in phases.items() if name not in ("generation", "weight sync"))
@@ -71,6 +72,7 @@ def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, scri
 def test_a_dry_run_needs_no_ray_and_on_slurm_asks_for_its_nodes():
     dry = run("slurm", "--replay.ratio", "1", DRY_RUN=1, SLURM_JOB_NUM_NODES=4, RAY_ADDRESS="127.0.0.1:1")
     assert dry.returncode == 0, dry.stdout[-2000:] + dry.stderr[-2000:]
+    assert re.search("optimizer steps per rollout +8,", dry.stdout)  # half of them for replayed samples
     assert re.search(r"GPUs +32,", dry.stdout) and "replay pool = 1,024 groups x 16 samples x 66,560" in dry.stdout
     assert dry.stdout.rstrip().endswith("everything fits")
 
@@ -116,13 +118,14 @@ def planned(tiny):
         ({"train.colocate_all": True, "vllm.num_engines": 2}, "--vllm.num_engines 2 x .* the actor's 1 GPUs"),
         ({"vllm.tensor_parallel_size": 4}, "--vllm.tensor_parallel_size 4: .* 2 attention heads"),
         ({"actor.num_gpus_per_node": 3, "ds.ring_attn_size": 2}, "--ds.ring_attn_size 2 x .* 3 GPUs"),
+        ({"ds.ring_attn_size": 8}, "--ds.ring_attn_size 8 x .* 1 GPUs"),
         ({"train.batch_size": 20}, "--train.batch_size 20: .* multiple of 8"),
         ({"train.batch_size": 128}, "--train.batch_size 128: .* only 64 samples"),
         ({"data.max_len": 4096}, "--data.max_len 4096: .* 512 positions"),
         ({"rollout.max_new_tokens": 24}, "--rollout.max_new_tokens 24: .* --data.max_len 24"),
         ({"vllm.gpu_memory_utilization": 0.001}, "--vllm.gpu_memory_utilization 0.001: .* KV"),
         ({"vllm.gpu_memory_utilization": 1.1}, "engine's GPU needs .* 'generation' .* lower --vllm.gpu_memory_util"),
-        ({"train.micro_batch_size": 10**9, "train.batch_size": 64}, "actor's GPU needs .* --train.micro_batch_size"),
+        ({"rollout.micro_batch_size": 10**9}, "actor's GPU needs .* 'log-probs' .* --rollout.micro_batch_size"),
     ],
 )
 def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, changes, problem):

@@ -12,7 +12,6 @@ from openrlhf_bapo.core.memory_plan import (
     EngineSetup,
     ModelShape,
     Phase,
-    StepSizes,
     Term,
     TrainingSetup,
     check_fit,
@@ -24,7 +23,6 @@ from openrlhf_bapo.core.memory_plan import (
     replay_term,
     rollout_seconds,
     step_flops,
-    step_sizes,
     training_phases,
 )
 
@@ -119,7 +117,9 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     plan.problems += _clashes(args, shape, setup, engine_gpus)
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
     _count_gpus(plan, args, setup.num_gpus, engine_gpus)
-    _count_steps(plan, args, setup)
+    _count_steps(plan, args)
+    if plan.problems:
+        return plan  # sizes that do not divide have no memory to plan
     if cache.fits:
         _reckon_times(plan, args, shape, machine)
         sequences = f"{cache.num_sequences * args.vllm.num_engines:,.0f} sequences of {engine.max_len:,} tokens"
@@ -247,10 +247,10 @@ def _count_gpus(plan: Plan, args: Namespace, actor_gpus: int, engine_gpus: int) 
         plan.facts["not planned"] = "memory of critic and reward model"
 
 
-def _count_steps(plan: Plan, args: Namespace, setup: TrainingSetup) -> None:
+def _count_steps(plan: Plan, args: Namespace) -> None:
     num_prompts, num_samples = args.rollout.batch_size, args.rollout.n_samples_per_prompt
     fresh, length = num_prompts * num_samples, args.data.max_len
-    num_steps = _step_sizes(args, setup).num_optimizer_steps
+    num_steps = _num_samples(args) // args.train.batch_size * args.train.max_epochs
     facts = plan.facts
     facts["rollout"] = (
         f"{num_prompts} prompts x {num_samples} samples, at most {fresh * length / 1e6:,.1f} million tokens"
@@ -275,16 +275,10 @@ def _count_steps(plan: Plan, args: Namespace, setup: TrainingSetup) -> None:
         facts["training steps"] = f"{rows * args.train.num_episodes // num_prompts} from {rows:,} prompts"
 
 
-def _step_sizes(args: Namespace, setup: TrainingSetup) -> StepSizes:
-    return step_sizes(
-        setup,
-        args.rollout.batch_size,
-        args.rollout.n_samples_per_prompt,
-        args.train.batch_size,
-        args.train.micro_batch_size,
-        args.train.max_epochs,
-        args.replay.ratio,
-    )
+def _num_samples(args: Namespace) -> int:
+    """Of one training step at most, fresh and replayed."""
+    fresh = args.rollout.batch_size
+    return (fresh + round(args.replay.ratio * fresh)) * args.rollout.n_samples_per_prompt
 
 
 def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
@@ -294,7 +288,7 @@ def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machi
     response = machine.response_tokens or longest
     prompt = max(args.data.max_len - longest, 0)
     length = prompt + response
-    trained = _step_sizes(args, setup).num_samples * length * args.train.max_epochs
+    trained = _num_samples(args) * length * args.train.max_epochs
     flops = step_flops(shape, trained, fresh * length, length, setup.gradient_checkpointing)
     training = flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization)
     cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))

@@ -628,37 +628,6 @@ def replay_term(capacity: int, samples_per_group: int, tokens_per_sample: int, n
     return Term("replay pool", tokens * per_token, f"{counts} x {per_token} bytes")
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    """What one training step consists of."""
-
-    num_samples: int
-    """Fresh and replayed."""
-    num_optimizer_steps: int
-    num_micro_batches: int
-    """Per optimizer step and data-parallel rank."""
-
-
-def step_sizes(
-    setup: TrainingSetup,
-    rollout_batch_size: int,
-    samples_per_prompt: int,
-    train_batch_size: int,
-    micro_batch_size: int,
-    max_epochs: int = 1,
-    replay_ratio: float = 0.0,
-) -> StepSizes:
-    """Sizes of a training step at most, as utils/deepspeed/deepspeed.py computes them without dynamic batch."""
-    groups = rollout_batch_size + round(replay_ratio * rollout_batch_size)
-    num_samples = groups * samples_per_prompt
-    num_ranks = setup.num_gpus // (setup.ring_attn_size * setup.tensor_parallel_size)
-    return StepSizes(
-        num_samples=num_samples,
-        num_optimizer_steps=num_samples // train_batch_size * max_epochs,
-        num_micro_batches=train_batch_size // micro_batch_size // num_ranks,
-    )
-
-
 def step_flops(
     shape: ModelShape, trained_tokens: int, forward_tokens: int, length: int, gradient_checkpointing: bool
 ) -> int:
