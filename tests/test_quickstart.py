@@ -38,10 +38,10 @@ def run(script: str, runs: Path, *flags: str, **environment) -> tuple[list[str],
 
 
 def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluates_as_openrlhf_did(runs):
-    lines, scalars, folder = run("train_bapo_quickstart.sh", runs, STEPS="64", EVAL_STEPS="32")
+    lines, scalars, folder = run("train_bapo_quickstart.sh", runs, EVAL_STEPS="100")
     steps, accuracy = scalars["eval/eval_chain_sum_pass1"]
     assert steps[0] == 0 and 0.3 < accuracy[0] < 0.6
-    assert accuracy[-1] > accuracy[0] + 0.08  # of 64 steps; all 100 make about 0.2
+    assert accuracy[-1] > accuracy[0] + 0.1
     upper = scalars["train/bapo/clip_high"][1]
     assert min(upper) >= 1.2 and max(upper) <= 3.0 and len(set(upper)) > 5
     assert len(lines) < 80  # progress, and no wall of the frameworks' warnings
