@@ -28,7 +28,7 @@ def walk(config: ClipConfig):
     upper = [config.ratio_upper_start]
 
     def values(start, stop, step):
-        return [start + k * step for k in range(1, math.floor((stop - start) / step + 1e-6) + 1)]
+        return [min(start + k * step, stop) for k in range(1, math.floor((stop - start) / step + 1e-6) + 1)]
 
     yield lower[-1], upper[-1]
     raises = {

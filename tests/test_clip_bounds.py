@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from reference import contributions, search, walk
 from strategies import advantages, as_tensors, clip_configs, ratios, tokens
@@ -46,6 +46,16 @@ def test_agrees_with_a_plain_loop_over_the_path(token_list, config):
     for name, value in expected.items():
         assert float(getattr(found, name)) == pytest.approx(float(value), rel=1e-9, nan_ok=True), name
     assert (float(found.lower), float(found.upper)) == (expected["lower"], expected["upper"])
+
+
+@given(clip_configs())
+@example(ClipConfig(ratio_lower_start=0.05, ratio_lower_max=1.0, ratio_lower_step=0.010000000000000002))
+def test_no_bound_on_the_path_lies_outside_its_range(config):
+    for grid, start, stop in (
+        (config.lower_grid(), config.ratio_lower_start, config.ratio_lower_max),
+        (config.upper_grid(), config.ratio_upper_start, config.ratio_upper_max),
+    ):
+        assert grid[0] == start and grid == sorted(grid) and grid[-1] <= stop
 
 
 @given(tokens(), clip_configs())

@@ -146,8 +146,9 @@ PRESETS = {
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:
-    # From the integer k, so that no rounding piles up; 1e-6 of a step forgives (0.9 - 0.6) / 0.02 = 14.999999999999998.
-    return [start + k * step for k in range(math.floor((stop - start) / step + 1e-6) + 1)]
+    # From the integer k, so that no rounding piles up; 1e-6 of a step forgives (0.9 - 0.6) / 0.02 = 14.999999999999998,
+    # and rounding must not carry the last point past the stop.
+    return [min(start + k * step, stop) for k in range(math.floor((stop - start) / step + 1e-6) + 1)]
 
 
 @dataclass(frozen=True)
