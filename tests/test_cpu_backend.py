@@ -1,11 +1,14 @@
 """The CPU backend: flash_attn's padding helpers, and what must not change for others."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 
+import pipeline
 import pytest
 import torch
+import torch.multiprocessing as multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import is_flash_attn_2_available
@@ -33,6 +36,30 @@ def test_unpad_and_pad_are_inverse_and_keep_the_order_of_tokens(lengths, left_pa
 def test_libraries_still_hear_that_flash_attn_is_not_there():
     assert importlib.util.find_spec("flash_attn") is None
     assert not is_flash_attn_2_available()
+
+
+def fill_under_zero3(rank: int, port: int, results) -> None:
+    import deepspeed
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_RANK": str(rank)}
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(dtype=torch.float32):
+        layer = torch.nn.Linear(1024, 1024)
+    for value in range(40):
+        with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+            for parameter in layer.parameters():
+                parameter.data.fill_(value)
+        with deepspeed.zero.GatheredParameters(list(layer.parameters())):
+            results[rank, value] = all(bool((parameter == value).all()) for parameter in layer.parameters())
+    torch.distributed.destroy_process_group()
+
+
+@without_cuda
+def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_read():
+    results = multiprocessing.Manager().dict()
+    multiprocessing.spawn(fill_under_zero3, (pipeline.free_port(), results), nprocs=2)
+    assert len(results) == 80 and all(results.values())
 
 
 @without_cuda

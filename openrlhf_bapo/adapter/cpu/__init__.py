@@ -43,6 +43,7 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name, hook in {
         "deepspeed.ops.op_builder.builder": _no_compiled_ops,
+        "deepspeed.runtime.zero.partition_parameters": _gather_parameters_in_turn,
         "openrlhf.utils.deepspeed.deepspeed": _strategy,
         "openrlhf.utils.distributed_util": _weight_sync_over_gloo,
         "openrlhf.trainer.ppo_utils.replay_buffer": _replay_buffer_device,
@@ -97,6 +98,18 @@ def _no_compiled_ops(builder: ModuleType) -> None:
     # DeepSpeed tries the compiler for each of its ops in every process, and compiles its shared-memory all-reduce at
     # first use; torch and gloo do without.
     builder.probe_is_compatible = lambda _: False
+
+
+def _gather_parameters_in_turn(partition_parameters: ModuleType) -> None:
+    # DeepSpeed 0.19.6 gathers a module's parameters at once and waits for the last of them (`launch_handles[-1]`). A
+    # CUDA stream has finished the others by then; gloo has not, and a parameter that is loaded meanwhile is overwritten
+    # (its pull request 8539).
+    init = partition_parameters.Init
+
+    def in_turn(self, param_list, hierarchy=0, quantize=False) -> None:
+        self._allgather_params_sequential(param_list, hierarchy)
+
+    init._allgather_params_coalesced = in_turn
 
 
 def _strategy(deepspeed_strategy: ModuleType) -> None:
