@@ -74,11 +74,19 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`."""
+        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
+
+        Raises RuntimeError on all ranks where the loss is not finite: upstream would go on with weights of NaN.
+        """
         self._is_first_update = True
         self._ratio_forward_timers = []
         self._off_policy_tally = None
         status = super().ppo_train(kl_ctl)
+        if not math.isfinite(loss := status.get("policy_loss", 0.0)):
+            raise RuntimeError(
+                f"policy_loss is {loss}: the policy's log-probs, and now its weights, are no finite numbers; resume "
+                "from an earlier checkpoint with --ckpt.load_enable, and a lower --actor.adam.lr if training led here"
+            )
         if self.args.policy_loss == "bapo":
             found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
             if found:
