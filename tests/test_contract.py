@@ -37,6 +37,11 @@ CALLABLES = [
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer._compute_rollout_stats", ["self", "experiences"]),
     ("openrlhf.trainer.ppo_trainer_async", "TrainingActor.broadcast_to_vllm", ["self"]),
     (
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init._allgather_params_sequential",
+        ["self", "param_list", "hierarchy"],
+    ),
+    (
         "openrlhf.trainer.ppo_utils.experience_maker",
         "RemoteExperienceMaker.make_experience",
         ["self", "samples_list"],
@@ -111,6 +116,7 @@ SOURCES = [
     ("openrlhf.utils.deepspeed.deepspeed", 'init_device_mesh(\n            "cuda", ', "the device mesh on CPU"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", 'torch.device(f"cuda:{', "the replay buffer's device on CPU"),
     ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
+    ("deepspeed.runtime.zero.partition_parameters", "launch_handles[-1].wait()", "the CPU's own gather of parameters"),
     ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
 ]
 

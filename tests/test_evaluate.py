@@ -106,6 +106,9 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
         while not responses.exists() or responses.read_bytes().count(b"\n") < 5:
             assert process.poll() is None, (directory / "first.log").read_text()
             time.sleep(0.01)
+        # The engine's actor too: an engine must not outlive it.
+        for one in [one for one, name in processes_of(killed).items() if name == "ray::RolloutRay"]:
+            os.kill(one, signal.SIGKILL)
         process.kill()
         process.wait()
     wait_for_end(killed)

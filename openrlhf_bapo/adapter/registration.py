@@ -6,6 +6,9 @@ module replaces the name. Nothing heavy is imported until OpenRLHF imports it it
 
 import functools
 import importlib
+import multiprocessing
+import os
+import threading
 from types import ModuleType
 
 import wrapt
@@ -28,6 +31,7 @@ def register() -> None:
     for trainer in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
         wrapt.register_post_import_hook(_use_off_policy_parts, trainer)
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
+    wrapt.register_post_import_hook(_end_with_the_actor, "vllm.v1.engine.core")
 
 
 def _use_actor_trainer(_: ModuleType) -> None:
@@ -64,6 +68,22 @@ def _accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
         return config
 
     strategy.get_ds_train_config = get_ds_train_config
+
+
+def _end_with_the_actor(_: ModuleType) -> None:
+    """Let an engine's process end when the Ray actor that started it is gone, however that happened.
+
+    vLLM 0.29's would go on without it and keep its memory (its issue 55510).
+    """
+    actor = multiprocessing.parent_process()
+    if actor is None or "RAY_JOB_ID" not in os.environ:
+        return  # no process that Ray's worker started through multiprocessing
+
+    def watch() -> None:
+        actor.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _evaluate_at_start(ppo_trainer: ModuleType) -> None:
