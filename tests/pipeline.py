@@ -4,13 +4,16 @@ Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actor
 without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
 """
 
+import functools
 import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from argparse import Namespace
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,20 +161,56 @@ def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[
     """
     port = free_port()
     job = directory / f"job-{port}.pt"
-    torch.save({"argv": argv, "samples": samples_by_rank, "trainer": trainer}, job)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(job), str(rank), str(len(samples_by_rank)), str(port)],
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(len(samples_by_rank))
-    ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
-    return [torch.load(f"{job}.{rank}", weights_only=False) for rank in range(len(ranks))]
+    torch.save({"argv": argv, "samples": samples_by_rank}, job)
+    ranks = range(len(samples_by_rank))
+    server = _actor_server(trainer)
+    print(json.dumps([str(job), len(ranks), port]), file=server.stdin, flush=True)
+    codes = json.loads(server.stdout.readline())
+    assert not any(codes), "\n".join(Path(f"{job}.{rank}.log").read_text()[-3000:] for rank in ranks)
+    return [torch.load(f"{job}.{rank}", weights_only=False) for rank in ranks]
+
+
+@functools.cache
+def _actor_server(trainer: str) -> subprocess.Popen:
+    """A process that has imported OpenRLHF, which takes seconds, and forks one for every rank of every job."""
+    command = [sys.executable, __file__, trainer]
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _serve_actors(trainer: str) -> None:
+    import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
+    from openrlhf_bapo import register
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the frameworks print is no answer
+    if trainer == "ours":
+        register()
+    import openrlhf.trainer.ray.ppo_actor  # noqa: F401
+
+    for line in sys.stdin:
+        job, world_size, port = json.loads(line)
+        ranks = [_fork_actor(job, rank, world_size, port) for rank in range(world_size)]
+        print(json.dumps([os.waitpid(rank, 0)[1] for rank in ranks]), file=answers, flush=True)
+
+
+def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
+    if process := os.fork():
+        return process
+    signal.alarm(240)
+    code = 1
+    try:
+        log = os.open(f"{job}.{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        _policy_actor_main(job, rank, world_size, port)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def free_port() -> int:
@@ -182,12 +221,7 @@ def free_port() -> int:
 
 
 def _policy_actor_main(job: str, rank: int, world_size: int, port: int) -> None:
-    import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
-    from openrlhf_bapo import register
-
     work = torch.load(job, weights_only=False)
-    if work["trainer"] == "ours":
-        register()
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
@@ -259,5 +293,4 @@ def steps(output: str) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    job_file, rank_text, world_size_text, port_text = sys.argv[1:]
-    _policy_actor_main(job_file, int(rank_text), int(world_size_text), int(port_text))
+    _serve_actors(sys.argv[1])
