@@ -1,4 +1,4 @@
-"""The CPU backend: flash_attn's padding helpers, and what must not change for others."""
+"""The CPU backend: flash_attn's padding helpers, gathers that are complete, and what must not change for others."""
 
 import importlib.util
 import os

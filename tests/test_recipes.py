@@ -257,8 +257,8 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     head += [f"--temp-dir={temporary}"]
     server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
-    # What only this test wants: a longer run, responses that a weight update falls into, and what a run on the CPU
-    # needs if it joins a cluster.
+    # What only this test wants: a longer run with replay, responses that a weight update falls into, and what a run on
+    # the CPU needs if it joins a cluster.
     flags = {
         "data.max_samples": 128,
         "data.max_len": 400,
@@ -267,6 +267,8 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
         "rollout.vllm_generate_batch_size": 16,
         "train.batch_size": 64,
         "train.max_tokens_per_gpu": 2048,
+        "replay.ratio": 1,
+        "replay.max_staleness": 2,
         "actor.adam.lr": 1e-3,
         "vllm.sync_backend": "gloo",
     }
@@ -291,7 +293,9 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     stale = [step for step in steps if step["offpolicy/staleness_mean"] > 0]
     assert any(abs(step[name] - 1) > 1e-3 for step in stale for name in step if "ratio_mean/staleness_" in name)
     assert max(step["offpolicy/mixed_versions"] for step in steps) > 0
-    assert all(step["offpolicy/staleness_max"] <= 2 for step in steps)  # the recipe's queue
+    # Fresh tokens are as old as the recipe's queue allows, replayed ones as --replay.max_staleness does.
+    assert all(step["offpolicy/staleness_max"] <= 2 for step in steps)
+    assert steps[0]["replay/groups_sampled"] == 0 < max(step["replay/groups_sampled"] for step in steps)
 
 
 def wait_for(url: str, process: subprocess.Popen) -> None:
