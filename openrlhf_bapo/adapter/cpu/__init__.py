@@ -1,8 +1,8 @@
 """What lets OpenRLHF, DeepSpeed and vLLM run where there is no CUDA; does nothing where there is.
 
 OpenRLHF calls CUDA by name, and DeepSpeed relies on the order of its streams. Here each of those places gets its CPU
-meaning, by a hook after the import of the module it stands in. Every process decides for itself, once it has loaded torch: a driver without a GPU may steer workers that
-have one.
+meaning, by a hook after the import of the module it stands in. Every process decides for itself, once it has loaded
+torch: a driver without a GPU may steer workers that have one.
 """
 
 import functools
