@@ -15,7 +15,7 @@ from pipeline import REPOSITORY, make_model
 
 from openrlhf_bapo.cli import data
 from openrlhf_bapo.core import math_data
-from openrlhf_bapo.core.math_data import DATASETS, PROMPT_SUFFIX, UnusableRow, last_boxed, read_problems
+from openrlhf_bapo.math_tasks.data import DATASETS, PROMPT_SUFFIX, UnusableRow, last_boxed, read_problems
 
 PUBLISHED = REPOSITORY.parent / "shared" / "data"
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_bapo.core.eval_metrics import (
+from openrlhf_bapo.math_tasks.metrics import (
     GradedResponse,
     bootstrap_means,
     evaluation_metrics,

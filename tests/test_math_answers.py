@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import REPOSITORY
 
-from openrlhf_bapo.core import math_answers
-from openrlhf_bapo.core.math_answers import MathGrader, extract_answer, is_correct, response_from_query
+from openrlhf_bapo.math_tasks import answers as math_answers
+from openrlhf_bapo.math_tasks.answers import MathGrader, extract_answer, is_correct, response_from_query
 
 DATA = REPOSITORY.parent / "shared" / "data"
 GOLDS = {
@@ -420,7 +420,7 @@ def test_a_worker_cannot_take_more_memory_than_its_limit(grader):
 
 UNGUARDED_SCRIPT = r"""
 import sys
-from openrlhf_bapo.core.math_answers import MathGrader
+from openrlhf_bapo.math_tasks.answers import MathGrader
 
 print("main runs", flush=True)
 grader = MathGrader(2, 1.0)

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo.core import memory_plan as plan
+from openrlhf_bapo.planning import memory as plan
+from openrlhf_bapo.planning import time
 
 GIB = 2**30
 TINY = plan.ModelShape(
@@ -332,7 +333,7 @@ def test_flops_are_those_that_torch_counts(passes):
             logits.sum().backward()
     trained, forwarded = (0, TOKENS) if passes == "forward" else (TOKENS, 0)
     causal, whole = (
-        plan.step_flops(shape, trained, forwarded, length, gradient_checkpointing=passes == "checkpointed")
+        time.step_flops(shape, trained, forwarded, length, gradient_checkpointing=passes == "checkpointed")
         for length in (TOKENS, 2 * TOKENS)
     )
     assert causal < whole
@@ -470,7 +471,7 @@ def test_rollout_time_is_bound_by_weights_with_few_sequences_and_by_kv_with_many
     cache = plan.kv_cache(shape, engine, 80 * GIB)
 
     def seconds(num_sequences, response_tokens=1000):
-        return plan.rollout_seconds(shape, engine, cache, num_sequences, 0, response_tokens, 1e12)
+        return time.rollout_seconds(shape, engine, cache, num_sequences, 0, response_tokens, 1e12)
 
     weights, kv = 2 * shape.num_parameters, 500 * cache.bytes_per_token  # half a response is there on average
     assert seconds(1) == pytest.approx(1000 * (weights + kv) / 1e12)

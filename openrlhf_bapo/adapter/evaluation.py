@@ -23,8 +23,8 @@ from pathlib import Path
 
 from openrlhf_bapo.adapter.flags import FlagError
 from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK, register
-from openrlhf_bapo.core.eval_metrics import MACRO_AVERAGE, Estimate, GradedResponse
-from openrlhf_bapo.core.math_answers import extract_answer, response_from_query
+from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
+from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
 
 MAX_NEW_TOKENS = 32768
 """Of a response, where neither --max_new_tokens nor the model's length says less."""

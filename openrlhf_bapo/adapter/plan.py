@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrlhf_bapo.core.memory_plan import (
+from openrlhf_bapo.planning.memory import (
     KNOWN_SHAPES,
     EngineSetup,
     ModelShape,
@@ -21,10 +21,9 @@ from openrlhf_bapo.core.memory_plan import (
     host_terms,
     kv_cache,
     replay_term,
-    rollout_seconds,
-    step_flops,
     training_phases,
 )
+from openrlhf_bapo.planning.time import rollout_seconds, step_flops
 
 GIB = 2**30
 CHECKPOINT_BYTES_PER_PARAMETER = 14

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from openrlhf_bapo.adapter.flags import exit_with_one_line
-from openrlhf_bapo.core.math_data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, UnknownKeys, read_problems
+from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, UnknownKeys, read_problems
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _ALLOWED = f"{', '.join(_SUFFIXES)}, or a directory made by datasets' save_to_disk or with .parquet files"

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from openrlhf_bapo.adapter import evaluation
 from openrlhf_bapo.adapter.flags import FlagError, exit_with_one_line
-from openrlhf_bapo.core.eval_metrics import MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
+from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 # Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30

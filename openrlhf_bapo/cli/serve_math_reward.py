@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 
-from openrlhf_bapo.core.math_answers import MathGrader, failure_logs, response_from_query
+from openrlhf_bapo.math_tasks.answers import MathGrader, failure_logs, response_from_query
 
 
 class _RequestError(Exception):

@@ -1,1 +1,1 @@
-"""The ideas: torch, safetensors and the standard library only; knows no OpenRLHF, Ray or vLLM."""
+"""The method: torch, safetensors and the standard library only; knows no framework."""

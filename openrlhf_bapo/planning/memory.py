@@ -9,11 +9,11 @@ A GPU goes through phases, one after another; each is a list of terms that are i
 
 The run fits where the largest phase does. Sources: the model states, 2 + 2 + 12 bytes a parameter, are ZeRO's
 (Rajbhandari et al., arXiv 1910.02054, section 3.1), the way of counting activations that of Korthikanti et al. (arXiv
-2205.05198, section 4.1), FLOPs those of Kaplan et al. (arXiv 2001.08361, table 1). The rest was read from OpenRLHF
-0.11.2, DeepSpeed 0.19.6, transformers 5.15, flash-attn 2.8.3 and vLLM 0.29; tests/test_memory_plan.py measures at tiny
-size what can be measured without a GPU. Two things are estimates, and say so in their formula: what a process takes
-outside of torch's tensors (`PROCESS_BYTES`), and vLLM's workspace. Not counted: fragmentation of the allocator, ring
-attention's key-value buffers (well below 1 GiB), LoRA, and mixture of experts. Leave some GiB free.
+2205.05198, section 4.1). The rest was read from OpenRLHF 0.11.2, DeepSpeed 0.19.6, transformers 5.15, flash-attn 2.8.3
+and vLLM 0.29; tests/test_memory_plan.py measures at tiny size what can be measured without a GPU. Two things are
+estimates, and say so in their formula: what a process takes outside of torch's tensors (`PROCESS_BYTES`), and vLLM's
+workspace. Not counted: fragmentation of the allocator, ring attention's key-value buffers (well below 1 GiB), LoRA, and
+mixture of experts. Leave some GiB free.
 
 Counts are plain integers: bytes, tokens, parameters. bf16 has 2 bytes, as has fp16.
 """
@@ -626,44 +626,3 @@ def replay_term(capacity: int, samples_per_group: int, tokens_per_sample: int, n
     per_token = REPLAY_BYTES_PER_TOKEN + 4 * num_extra_columns
     counts = f"{capacity:,} groups x {samples_per_group} samples x {tokens_per_sample:,} tokens"
     return Term("replay pool", tokens * per_token, f"{counts} x {per_token} bytes")
-
-
-def step_flops(
-    shape: ModelShape, trained_tokens: int, forward_tokens: int, length: int, gradient_checkpointing: bool
-) -> int:
-    """FLOPs of a training step on all GPUs: 2P a token forward, twice that backward, and causal attention.
-
-    Args:
-        trained_tokens: that go through a backward; checkpointing repeats (nearly all of) their forward.
-        forward_tokens: whose log-probs are computed without gradient.
-        length: tokens of a sample.
-    """
-    lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    forward = 2 * (shape.num_parameters - lookup) + 2 * shape.num_layers * length * shape.query_size
-    return forward * (trained_tokens * (4 if gradient_checkpointing else 3) + forward_tokens)
-
-
-def rollout_seconds(
-    shape: ModelShape,
-    engine: EngineSetup,
-    cache: KvCache,
-    num_sequences: int,
-    prompt_tokens: int,
-    response_tokens: int,
-    bytes_per_second: float,
-) -> float:
-    """Seconds in which one engine generates its sequences, if reading memory is all that takes time.
-
-    Every step makes one token of each running sequence; it reads the weights once, and each sequence's keys and values
-    so far (Pope et al., arXiv 2211.05102, section 2). Left out: prefill, communication, the tail of long responses.
-
-    Args:
-        num_sequences: of this engine, in one rollout.
-        prompt_tokens: mean.
-        response_tokens: mean.
-        bytes_per_second: of one GPU's memory.
-    """
-    length = prompt_tokens + response_tokens / 2  # of a sequence on average, while it is generated
-    running = max(1, min(num_sequences, VLLM_SEQUENCES, int(cache.num_tokens / length)))
-    read = engine_weight_term(shape, engine).bytes + running * length * cache.bytes_per_token
-    return num_sequences / running * response_tokens * read / bytes_per_second

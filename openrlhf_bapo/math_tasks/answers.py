@@ -635,4 +635,4 @@ class _Context(context.ForkServerContext):
 
 
 _server = forkserver.ForkServer()
-_server.set_forkserver_preload(["math_verify", "pebble", "openrlhf_bapo.core.math_answers"])
+_server.set_forkserver_preload(["math_verify", "pebble", "openrlhf_bapo.math_tasks.answers"])

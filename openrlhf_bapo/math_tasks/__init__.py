@@ -1,0 +1,1 @@
+"""Mathematical tasks: data sets, answers, evaluation metrics; knows no framework."""
