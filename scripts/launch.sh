@@ -5,19 +5,26 @@
 #   RAY_ADDRESS=...  join a running Ray cluster; without it one is started on this machine
 #   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
 #   OVERRIDES=FILE   further flags, one a line ("--flag value"); they win over the recipe's
+#   METHOD=...       bapo, or a baseline to lay beside it: scripts/method.sh
+# Staleness in the paper is the number of updates within one rollout (Algorithm 1, line 7): UPDATES x EPOCHS here.
 EVAL_FLAGS=() # of the evaluation at the end
 launch() {
+  source scripts/method.sh
+  local samples=$((PROMPTS * SAMPLES))
+  if [ "$UPDATES" -lt 1 ] || [ $((samples % UPDATES)) -ne 0 ]; then
+    echo "UPDATES=$UPDATES: allowed: what divides the $samples samples of a rollout (PROMPTS x SAMPLES)" >&2
+    exit 2
+  fi
   FLAGS=(
-    --policy_loss bapo
-    --bapo.preset "$PRESET"
+    "${METHOD_FLAGS[@]}"
     --actor.model_name_or_path "$MODEL"
     --actor.num_nodes "$NUM_NODES"
     --actor.num_gpus_per_node "$ACTOR_GPUS_PER_NODE"
     --actor.adam.lr "$LEARNING_RATE"
-    --actor.lr_scheduler constant
+    --actor.lr_scheduler constant         # ours
     --actor.gradient_checkpointing_enable
-    --algo.advantage.estimator group_norm # GRPO's (the paper's section 5.1)
-    --algo.kl.init_coef 0                 # no KL term (section 5.1)
+    --algo.advantage.estimator group_norm # GRPO's
+    --algo.kl.init_coef 0                 # no KL term: ours
     --reward.remote_url "$REWARD"
     --data.prompt_dataset "$DATA"
     --data.input_key input
@@ -27,7 +34,8 @@ launch() {
     --rollout.n_samples_per_prompt "$SAMPLES"
     --rollout.max_new_tokens "$MAX_RESPONSE"
     --rollout.temperature "$TEMPERATURE"
-    --train.batch_size "$BATCH"
+    --train.batch_size $((samples / UPDATES))
+    --train.max_epochs "$EPOCHS"
     --train.num_episodes "$EPISODES"
     --train.dynamic_batch_enable          # responses differ in length by a factor of ten
     --ds.zero_stage 3
@@ -45,7 +53,7 @@ launch() {
       --eval.dataset "${EVAL_DATA// /,}"
       --eval.steps "$EVAL_STEPS"
       --eval.n_samples_per_prompt "$EVAL_N"
-      --eval.temperature 0.6              # the paper's protocol
+      --eval.temperature 0.6              # ours: that of the paper's validation runs (section 5.1)
     )
   fi
   local flag value file

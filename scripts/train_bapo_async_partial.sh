@@ -19,18 +19,19 @@ ENGINES=${ENGINES:-$((NUM_NODES * 4))} # rollout engines, one GPU each
 MAX_TOKENS=${MAX_TOKENS:-16384}       # tokens a GPU trains on at once (ours)
 QUEUE=${QUEUE:-2}                     # rollouts that may wait: samples are at most so many policy versions old (ours)
 
-PRESET=${PRESET:-readme}              # target 0.5, bounds in [0.6, 0.9] and [1.2, 3.0]: the authors' README
-LEARNING_RATE=${LEARNING_RATE:-2e-6}  # the paper's validation
-TEMPERATURE=${TEMPERATURE:-0.6}       # the paper's validation
+PRESET=${PRESET:-readme}              # target 0.5 (the authors' README; section 5.1: 0.4), [0.6, 0.9] and [1.2, 3.0]
+LEARNING_RATE=${LEARNING_RATE:-2e-6}  # the paper's validation (section 5.1)
+TEMPERATURE=${TEMPERATURE:-0.6}       # the paper's validation (section 5.1)
 MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
-MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens: 8k, the paper's validation
-SAMPLES=${SAMPLES:-16}                # responses a prompt (the paper's n)
+MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens: 8k, the paper's validation (section 5.1)
+SAMPLES=${SAMPLES:-16}                # responses a prompt (the authors' released example)
 PROMPTS=${PROMPTS:-128}               # prompts a rollout (ours)
-BATCH=${BATCH:-512}                   # samples an optimizer step (ours: 4 steps a rollout give the clip work to do)
+UPDATES=${UPDATES:-4}                 # optimizer steps a rollout and epoch (ours; the released example: 4)
+EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
 EPISODES=${EPISODES:-1}               # passes over the prompts (ours)
 SAVE_STEPS=${SAVE_STEPS:-20}          # rollouts between checkpoints (ours)
 EVAL_STEPS=${EVAL_STEPS:-20}          # rollouts between evaluations (ours)
-EVAL_N=${EVAL_N:-16}                  # responses a problem (the paper's mean over 16); 0: no evaluation
+EVAL_N=${EVAL_N:-16}                  # responses a problem (section 5.1's evaluation: 16 rollouts); 0: no evaluation
 
 FLAGS=(
   --train.async_enable

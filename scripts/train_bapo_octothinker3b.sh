@@ -16,18 +16,19 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 GPU_MEMORY=${GPU_MEMORY:-80}          # GiB a GPU, for the plan
 MAX_TOKENS=${MAX_TOKENS:-16384}       # tokens a GPU trains on at once (ours)
 
-PRESET=${PRESET:-octothinker}         # target 0.45, bounds in [0.8, 0.9] and [1.2, 2.0] (the paper's appendix A)
+PRESET=${PRESET:-octothinker}         # target 0.45, bounds in [0.8, 0.9] and [1.2, 2.0] (appendix A, which has no steps)
 LEARNING_RATE=${LEARNING_RATE:-2e-6}  # ours: that of the paper's 7B validation
 TEMPERATURE=${TEMPERATURE:-0.6}       # ours: that of the paper's 7B validation
 MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
 MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens (ours: that of the paper's 7B validation)
-SAMPLES=${SAMPLES:-16}                # responses a prompt (the paper's n)
+SAMPLES=${SAMPLES:-16}                # responses a prompt (the authors' released example)
 PROMPTS=${PROMPTS:-128}               # prompts a rollout (ours)
-BATCH=${BATCH:-512}                   # samples an optimizer step (ours: 4 steps a rollout give the clip work to do)
+UPDATES=${UPDATES:-4}                 # optimizer steps a rollout and epoch (ours; the released example: 4)
+EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
 EPISODES=${EPISODES:-1}               # passes over the prompts (ours)
 SAVE_STEPS=${SAVE_STEPS:-20}          # rollouts between checkpoints (ours)
 EVAL_STEPS=${EVAL_STEPS:-20}          # rollouts between evaluations (ours)
-EVAL_N=${EVAL_N:-16}                  # responses a problem (the paper's mean over 16); 0: no evaluation
+EVAL_N=${EVAL_N:-16}                  # responses a problem (section 5.1's evaluation: 16 rollouts); 0: no evaluation
 
 # A base model has no chat template (ours).
 TEMPLATE=${TEMPLATE:-$'Question: {}\n\nAnswer:'}

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # BAPO on a laptop without a GPU: makes a tiny policy that can nearly add, then trains it through OpenRLHF's pipeline.
 # Everything lands in runs/quickstart: the policy to start from (made once), and a folder for every run.
-# Further flags go to the training command, e.g. --bapo.contribution gradient.
+# METHOD=grpo trains a baseline instead, see scripts/method.sh. Further flags go to the training command, e.g.
+# --bapo.positive_contribution_target 0.4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
 STEPS=${STEPS:-100}           # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
 EVAL_STEPS=${EVAL_STEPS:-25}  # global steps between evaluations
+UPDATES=${UPDATES:-8}         # optimizer steps a rollout of 256 samples and epoch: 1, 2, 4, 8 or 16
+EPOCHS=${EPOCHS:-1}           # passes over a rollout
+source scripts/method.sh
 
 bash scripts/setup.sh
 .venv/bin/python examples/quickstart/prepare.py "$RUNS/start"
@@ -17,7 +21,7 @@ mkdir -p "$run"
 echo "training in $run ($STEPS steps; everything that is printed goes to train.log)"
 
 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
-  --policy_loss bapo \
+  "${METHOD_FLAGS[@]}" \
   --actor.model_name_or_path "$RUNS/start/model" \
   --actor.num_gpus_per_node 1 \
   --actor.adam.lr 1e-4 \
@@ -35,8 +39,9 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
   --rollout.n_samples_per_prompt 8 \
   --rollout.micro_batch_size 256 \
   --rollout.max_new_tokens 8 \
-  --train.batch_size 32 \
-  --train.micro_batch_size 32 \
+  --train.batch_size $((256 / UPDATES)) \
+  --train.max_epochs "$EPOCHS" \
+  --train.micro_batch_size $((UPDATES > 8 ? 16 : 32)) \
   --eval.at_start \
   --eval.dataset "$RUNS/start/heldout.jsonl" \
   --eval.steps "$EVAL_STEPS" \
@@ -47,4 +52,6 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
   --logger.tensorboard_dir "$run/tensorboard" \
   "$@" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$run/train.log" --every 5
 
-.venv/bin/openrlhf-bapo plot "$run/tensorboard" "$run/curves.png" --target 0.5
+target=()
+if [[ $METHOD = bapo* && ${PRESET:-readme} = readme ]]; then target=(--target 0.5); fi
+.venv/bin/openrlhf-bapo plot "$run/tensorboard" "$run/curves.png" "${target[@]}"

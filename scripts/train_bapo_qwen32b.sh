@@ -6,7 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # Paths must be the same on every node.
-MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-32B} # the paper's 32B start (section 5.1), or another 32B
+# The paper trains an SFT model of its own at 32B (section 5.1), which is not released: this start is ours.
+MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-32B}
 DATA=${DATA:-$PWD/data/skywork-or1.jsonl} # SkyWork-OR1-RL (the paper's section 5.1); made if it is not there
 EVAL_DATA=${EVAL_DATA:-$PWD/data/aime24.jsonl $PWD/data/aime25.jsonl}
 REWARD=${REWARD:-$PWD/examples/math_reward.py} # a reward-function file, or http://HOST:PORT/get_reward[,...]
@@ -18,18 +19,19 @@ GPU_MEMORY=${GPU_MEMORY:-80}          # GiB a GPU, for the plan
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-4} # GPUs a rollout engine (ours: leaves room for the KV of 64k tokens)
 RING_ATTN=${RING_ATTN:-8}             # GPUs that share a sequence in training (ours: 64k x 152k logits fit no GPU)
 
-PRESET=${PRESET:-readme}              # target 0.5, bounds in [0.6, 0.9] and [1.2, 3.0]: the authors' README
+PRESET=${PRESET:-readme}              # target 0.5 (the authors' README; section 5.1: 0.4), [0.6, 0.9] and [1.2, 3.0]
 LEARNING_RATE=${LEARNING_RATE:-2e-6}  # ours: that of the paper's 7B validation
 TEMPERATURE=${TEMPERATURE:-0.6}       # ours: that of the paper's 7B validation
 MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
 MAX_RESPONSE=${MAX_RESPONSE:-65536}   # tokens: the paper's 64k (section 5.1)
-SAMPLES=${SAMPLES:-16}                # responses a prompt (the paper's n)
+SAMPLES=${SAMPLES:-16}                # responses a prompt (the authors' released example)
 PROMPTS=${PROMPTS:-128}               # prompts a rollout (ours)
-BATCH=${BATCH:-512}                   # samples an optimizer step (ours: 4 steps a rollout give the clip work to do)
+UPDATES=${UPDATES:-4}                 # optimizer steps a rollout and epoch (ours; the released example: 4)
+EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
 EPISODES=${EPISODES:-1}               # passes over the prompts (ours)
 SAVE_STEPS=${SAVE_STEPS:-20}          # rollouts between checkpoints (ours)
 EVAL_STEPS=${EVAL_STEPS:-20}          # rollouts between evaluations (ours)
-EVAL_N=${EVAL_N:-16}                  # responses a problem (the paper's mean over 16); 0: no evaluation
+EVAL_N=${EVAL_N:-16}                  # responses a problem (section 5.1's evaluation: 16 rollouts); 0: no evaluation
 
 ACTOR_GPUS_PER_NODE=$GPUS_PER_NODE
 FLAGS=(

@@ -135,6 +135,7 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
                 advantages=advantage * mask,
                 returns=advantage * mask,
                 staleness=torch.zeros_like(mask),
+                optimizer_steps=torch.zeros_like(mask),
                 total_length=torch.tensor([4 + length]),
                 response_length=torch.tensor([length]),
                 info={"reward": torch.tensor([float(advantage > 0)])},
@@ -191,11 +192,11 @@ def _serve_actors(trainer: str) -> None:
 
     for line in sys.stdin:
         job, world_size, port = json.loads(line)
-        ranks = [_fork_actor(job, rank, world_size, port) for rank in range(world_size)]
+        ranks = [_fork_actor(job, rank, world_size, port, trainer) for rank in range(world_size)]
         print(json.dumps([os.waitpid(rank, 0)[1] for rank in ranks]), file=answers, flush=True)
 
 
-def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
+def _fork_actor(job: str, rank: int, world_size: int, port: int, trainer: str) -> int:
     if process := os.fork():
         return process
     signal.alarm(240)
@@ -204,7 +205,7 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
         log = os.open(f"{job}.{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _policy_actor_main(job, rank, world_size, port)
+        _policy_actor_main(job, rank, world_size, port, trainer)
         code = 0
     except Exception:
         traceback.print_exc()
@@ -220,13 +221,18 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _policy_actor_main(job: str, rank: int, world_size: int, port: int) -> None:
+def _policy_actor_main(job: str, rank: int, world_size: int, port: int, trainer: str) -> None:
     work = torch.load(job, weights_only=False)
+    from openrlhf.trainer.ray import ppo_actor
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
     utils.convert_to_torch_dtype = lambda _: torch.float32
-    args = parse(work["argv"])
+    found = ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader
+    args = parse(work["argv"])  # registers our parts
+    if trainer == "upstream":
+        ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader = found
+        assert found[0].__module__ == "openrlhf.trainer.ray.ppo_actor"
     args.ds.param_dtype = "fp32"
     actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)

@@ -1,4 +1,4 @@
-"""OpenRLHF's ActorPPOTrainer with BAPO's loss, bounds per optimizer step, and its metrics.
+"""OpenRLHF's ActorPPOTrainer with BAPO's loss, bounds per optimizer step, and metrics of bounds, share and staleness.
 
 Importing this module puts both of its classes into their seams in `openrlhf.trainer.ray.ppo_actor`.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
+from openrlhf.models import PolicyLoss
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
@@ -16,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy
 from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
-from openrlhf_bapo.core.clip_bounds import ClipBounds
-from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally
+from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 
 
 class UpdateWindowLoader(DataLoader):
@@ -52,6 +53,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     One micro-batch a step: the loss finds them from the ratios it computes anyway. More: their ratios come from a
     forward without gradient over the window, except in the first step after fresh rollouts, whose denominators the
     same weights have just computed, so that every ratio is 1.
+
+    With `--policy_loss ppo` loss and bounds are upstream's; the same metrics are taken at its fixed bounds.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -68,6 +71,13 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             if bapo.scope == "update":
                 self.replay_buffer.update_ends = self._update_ends
                 self.replay_buffer.before_update = self._before_update
+        elif self.args.policy_loss == "ppo":
+            self._fixed_bounds = BapoPolicyLoss.from_policy_loss(
+                self.actor_loss_fn, clip_config=_fixed_clip_config(self.actor_loss_fn), group=self._group
+            )
+            self.actor_loss_fn.register_forward_hook(self._tally_contributions, with_kwargs=True)
+            self.replay_buffer.update_ends = self._update_ends
+            self.replay_buffer.before_update = lambda window: self._measure_fixed_bounds()
         if is_off_policy(self.args):
             self.actor_loss_fn.register_forward_hook(self._tally_off_policy, with_kwargs=True)
         if self.args.replay.ratio:
@@ -76,11 +86,14 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
 
+        `offpolicy/optimizer_steps_taken` is how many optimizer steps it made.
+
         Raises RuntimeError on all ranks where the loss is not finite: upstream would go on with weights of NaN.
         """
         self._is_first_update = True
         self._ratio_forward_timers = []
-        self._off_policy_tally = None
+        self._off_policy_tally = self._contribution_tally = None
+        self._steps_before = self.actor.model.global_steps
         status = super().ppo_train(kl_ctl)
         if not math.isfinite(loss := status.get("policy_loss", 0.0)):
             raise RuntimeError(
@@ -93,13 +106,19 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
                 status.update(_bapo_metrics(found))
             if self.args.bapo.scope == "update":
                 status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+        elif self.args.policy_loss == "ppo":
+            self._measure_fixed_bounds()
+            found, self._fixed_bounds.found = self._fixed_bounds.found, []
+            if found:
+                status.update(_bapo_metrics(found, without=("initial_share", "reached")))
         if self._off_policy_tally is not None:
             status.update(offpolicy_metrics(self._off_policy_tally.all_reduce(self._group)))
+            status["offpolicy/optimizer_steps_taken"] = self._steps_taken()
         return status
 
     def training_step(self, experience: Experience, *args, **kwargs) -> dict:
         """Upstream's; the loss's hook learns how stale the micro-batch's tokens are."""
-        self._staleness = experience.staleness
+        self._experience = experience
         return super().training_step(experience, *args, **kwargs)
 
     def _tally_off_policy(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
@@ -108,11 +127,25 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             (log_probs - behaviour).clamp(-20.0, 20.0).exp(),
             advantages,
             kwargs["action_mask"],
-            self._staleness,
+            self._experience.staleness,
+            self._experience.optimizer_steps + self._steps_taken(),
             1 - loss_fn.clip_eps_low,
             1 + loss_fn.clip_eps_high,
         )
-        self._off_policy_tally = tally if self._off_policy_tally is None else self._off_policy_tally + tally
+        self._off_policy_tally = _sum(self._off_policy_tally, tally)
+
+    def _steps_taken(self) -> int:
+        return self.actor.model.global_steps - self._steps_before
+
+    def _tally_contributions(self, _, args: tuple, kwargs: dict, __) -> None:
+        tally = self._fixed_bounds.tally(*(x.detach() for x in args), kwargs["action_mask"])
+        self._contribution_tally = _sum(self._contribution_tally, tally)
+
+    def _measure_fixed_bounds(self) -> None:
+        """Close the update that has been tallied, if any; every rank has as many."""
+        if self._contribution_tally is not None:
+            self._fixed_bounds.set_bounds(self._contribution_tally)
+            self._contribution_tally = None
 
     def _plan_steps_for_all_samples(self) -> None:
         """Lift dynamic batch's cap on the optimizer steps, which OpenRLHF reckons from the fresh samples.
@@ -155,7 +188,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             behaviour = experience.action_log_probs
             log_probs = behaviour if ratio_is_one else self._action_log_probs(experience)
             part = self.actor_loss_fn.tally(log_probs, behaviour, experience.advantages, experience.action_mask)
-            tally = part if tally is None else tally + part
+            tally = _sum(tally, part)
         if not ratio_is_one:
             timer.stop()
         self.actor_loss_fn.set_bounds(tally)
@@ -202,14 +235,23 @@ class _Timer:
         return event
 
 
-def _bapo_metrics(found: list[ClipBounds]) -> dict[str, float]:
+def _sum(tally: "ContributionTally | OffPolicyTally | None", part: "ContributionTally | OffPolicyTally"):
+    return part if tally is None else tally + part
+
+
+def _fixed_clip_config(loss: PolicyLoss) -> ClipConfig:
+    """A search that can only find the loss's own bounds."""
+    # Below e^-20 no ratio ever comes: a lower bound of 0 or less never clips.
+    lower, upper = max(1 - loss.clip_eps_low, 1e-9), 1 + loss.clip_eps_high
+    return ClipConfig(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
+
+
+def _bapo_metrics(found: list[ClipBounds], without: tuple[str, ...] = ()) -> dict[str, float]:
     names = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
-    means = torch.stack([torch.stack([getattr(b, f.name).double() for f in fields(ClipBounds)]) for b in found])
+    logged = [field.name for field in fields(ClipBounds) if field.name not in without]
+    means = torch.stack([torch.stack([getattr(bounds, name).double() for name in logged]) for bounds in found])
     # nanmean: an update without any token to balance has no share.
-    return {
-        f"bapo/{names.get(f.name, f.name)}": mean
-        for f, mean in zip(fields(ClipBounds), means.nanmean(0).tolist(), strict=True)
-    }
+    return {f"bapo/{names.get(name, name)}": mean for name, mean in zip(logged, means.nanmean(0).tolist(), strict=True)}
 
 
 ppo_actor.ActorPPOTrainer = BapoActorTrainer

@@ -19,5 +19,9 @@ class OffPolicyExperience(experience.Experience):
     staleness: torch.Tensor = experience.tensor_field("step", default=None)
     """(B, A) integer: versions published between generation and this training step, 0 elsewhere."""
 
+    optimizer_steps: torch.Tensor = experience.tensor_field("step", default=None)
+    """(B, A) integer: optimizer steps between the weights that generated each action token and those that this training
+    step starts from, 0 elsewhere."""
+
 
 experience.Experience = OffPolicyExperience

@@ -17,6 +17,9 @@ from openrlhf_bapo.core.replay_pool import Group, ReplayPool
 # Experience's fields under the pool's names.
 _POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behaviour_log_probs"}
 
+# Experience's fields that change while a sample lies in the pool.
+_AGES = ("staleness", "optimizer_steps")
+
 
 class OffPolicyExperienceMaker(RemoteExperienceMaker):
     """Upstream's; the ratio's denominator is the policy that really generated the token.
@@ -34,6 +37,10 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """Weight updates published to the engines so far, those before a resume included."""
         self.version_offset = 0
         """What to add to an engine's own count, which starts at 0 with every run."""
+        self.num_optimizer_steps = 0
+        """That the actor has made so far, those before a resume included."""
+        self.steps_by_version = [0]
+        """By policy version: `num_optimizer_steps` of its weights."""
         self.pool = None
         if self.args.replay.ratio:
             self.pool = ReplayPool(replay_config_from_args(self.args.replay))
@@ -52,7 +59,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
-                experience.staleness = torch.where(mask > 0, self.policy_version - experience.versions, 0)
+                self._note_age(experience)
                 newest = torch.where(mask > 0, experience.versions, -1).amax(-1)
                 num_mixed += int(((experience.versions != newest[:, None]) & (mask > 0)).any(-1).sum())
                 if experience.rollout_log_probs is not None:
@@ -104,6 +111,18 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         samples = samples[: len(samples) // num_ranks * num_ranks]  # every rank must make as many optimizer steps
         return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
 
+    def count_version(self) -> None:
+        """The actor's weights have been published to the engines."""
+        self.policy_version += 1
+        self.steps_by_version.append(self.num_optimizer_steps)
+
+    def _note_age(self, experience: Experience) -> None:
+        """Fill in staleness and optimizer steps, which follow from the versions."""
+        active, versions = experience.action_mask > 0, experience.versions
+        experience.staleness = torch.where(active, self.policy_version - versions, 0).int()
+        behind = self.num_optimizer_steps - torch.tensor(self.steps_by_version)[versions]
+        experience.optimizer_steps = torch.where(active, behind, 0).int()
+
     def metrics(self) -> dict[str, float]:
         """What is to be logged of the last training step's experience."""
         metrics, self._metrics = self._metrics, {}
@@ -129,15 +148,16 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         values["sequences"] = values["sequences"].long()
         values["action_mask"] = values["action_mask"].long()
         values["attention_mask"] = torch.ones_like(values["sequences"])
-        values["staleness"] = torch.where(values["action_mask"] > 0, self.policy_version - values["versions"], 0).int()
-        return Experience(**values)
+        experience = Experience(**values)
+        self._note_age(experience)
+        return experience
 
 
 def _to_group(samples: list[Experience], oldest_version: int) -> Group:
     """A prompt's fresh samples as the pool keeps them: every tensor of the experience, under its name."""
     kept = []
     for sample in samples:
-        tensors = {f.name: getattr(sample, f.name) for f in fields(Experience) if f.name != "staleness"}
+        tensors = {f.name: getattr(sample, f.name) for f in fields(Experience) if f.name not in _AGES}
         tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         for field, name in _POOL_NAMES.items():
             tensors[name] = tensors.pop(field)

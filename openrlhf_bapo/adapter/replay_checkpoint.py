@@ -27,8 +27,9 @@ def fingerprint(args: Namespace) -> dict[str, str]:
     return {"model": digest("config.json"), "tokenizer": digest("tokenizer.json")}
 
 
-def load_saved_pool(args: Namespace) -> tuple[ReplayPool, int] | None:
-    """The pool and policy version of the checkpoint that `--ckpt.load_enable` resumes; None where there is none.
+def load_saved_pool(args: Namespace) -> tuple[ReplayPool, dict] | None:
+    """The pool of the checkpoint that `--ckpt.load_enable` resumes, and what `save_pool` wrote beside it: its
+    "policy_version" and its "steps_by_version"; None where there is none.
 
     Raises:
         ReplayPoolError: if it cannot be used; one line that says what to do.
@@ -63,7 +64,8 @@ def save_pool(trainer) -> None:
         return
     maker.last_checkpoint = written
     directory = pool_directory(path)
-    maker.pool.save(directory, maker.policy_version, fingerprint(trainer.args))
+    state = {"policy_version": maker.policy_version, "steps_by_version": maker.steps_by_version}
+    maker.pool.save(directory, state, fingerprint(trainer.args))
     for saved in directory.parent.iterdir():
         if not Path(path, "_actor", saved.name).exists():
             shutil.rmtree(saved)  # OpenRLHF has pruned its checkpoint
@@ -80,6 +82,7 @@ def load_pool(trainer) -> None:
     maker = trainer.experience_maker
     maker.last_checkpoint = last_checkpoint(trainer.args.ckpt.path)
     if (loaded := load_saved_pool(trainer.args)) is not None:
-        maker.pool, version = loaded
+        maker.pool, state = loaded
         # OpenRLHF publishes the resumed weights once more: that is the saved version again, and the engines' first.
-        maker.policy_version = maker.version_offset = version - 1
+        maker.policy_version = maker.version_offset = state["policy_version"] - 1
+        *maker.steps_by_version, maker.num_optimizer_steps = state["steps_by_version"]

@@ -3,6 +3,8 @@
 import functools
 from types import ModuleType
 
+import torch
+
 from openrlhf_bapo.adapter.replay_checkpoint import load_pool, save_pool
 
 
@@ -20,7 +22,8 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
     # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
-    _after(trainer, "broadcast_to_vllm", _count_version)
+    trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
+    _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
     _after(trainer, "save_logs_and_checkpoints", save_pool)
     _after(trainer, "save_best_checkpoint", save_pool)
     _after(trainer, "init_checkpoint_states", load_pool)
@@ -50,14 +53,36 @@ def _after(trainer: type, name: str, action) -> None:
     setattr(trainer, name, method)
 
 
-def _count_version(trainer) -> None:
-    trainer.experience_maker.policy_version += 1
+def _counting_optimizer_steps(ppo_train):
+    @functools.wraps(ppo_train)
+    def counting(self, *args, **kwargs) -> dict:
+        status = ppo_train(self, *args, **kwargs)
+        # None while --critic.freezing_steps lets the critic train alone.
+        self.experience_maker.num_optimizer_steps += status.get("offpolicy/optimizer_steps_taken", 0)
+        return status
+
+    return counting
 
 
 def _of_fresh_samples(compute_rollout_stats):
     @functools.wraps(compute_rollout_stats)
     def of_fresh_samples(self, experiences) -> dict[str, float]:
         maker = self.experience_maker
-        return compute_rollout_stats(self, maker.fresh) | maker.metrics()
+        return compute_rollout_stats(self, maker.fresh) | lengths_by_sign(maker.fresh) | maker.metrics()
 
     return of_fresh_samples
+
+
+def lengths_by_sign(experiences) -> dict[str, float]:
+    """Mean response length, in tokens, of the samples with positive and with negative advantage (the paper's Figure 6).
+
+    Where a sample's tokens differ in their advantage (GAE) their mean decides; a sign that no sample has is left out.
+    """
+    advantage = torch.cat([(e.advantages * e.action_mask).sum(-1) for e in experiences])
+    length = torch.cat([e.response_length for e in experiences]).float()
+    of_sign = {"positive": length[advantage > 0], "negative": length[advantage < 0]}
+    return {
+        f"rollout/response_length_{sign}_mean": lengths.mean().item()
+        for sign, lengths in of_sign.items()
+        if len(lengths)
+    }

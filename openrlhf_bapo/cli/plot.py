@@ -1,4 +1,4 @@
-"""Draws a run's curves from its TensorBoard log: reward, entropy, clip bounds and positive share."""
+"""Draws a run's curves from its TensorBoard log: reward, entropy, gradient norm, clip bounds, shares, staleness."""
 
 import argparse
 from pathlib import Path
@@ -10,18 +10,31 @@ _PANELS = [
     ("reward of the rollouts", {"train/rollout/reward_mean": None}),
     ("held-out accuracy", {}),  # tags depend on the data: every eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
+    ("gradient norm", {"train/actor_grad_norm": None}),
     ("clip bounds (importance ratio)", {"train/bapo/clip_high": "upper", "train/bapo/clip_low": "lower"}),
     (
         "positive share of the objective",
         {"train/bapo/initial_share": "before the search", "train/bapo/positive_share": "at the bounds"},
     ),
+    ("positive tokens (fraction)", {"train/bapo/positive_token_frac": None}),
     (
         "clipped tokens (fraction)",
         {"train/bapo/clip_frac_positive": "advantage > 0", "train/bapo/clip_frac_negative": "advantage < 0"},
     ),
     (
+        "response length (tokens)",
+        {
+            "train/rollout/response_length_positive_mean": "advantage > 0",
+            "train/rollout/response_length_negative_mean": "advantage < 0",
+        },
+    ),
+    (
         "staleness of the tokens (versions)",
         {"train/offpolicy/staleness_max": "maximum", "train/offpolicy/staleness_mean": "mean"},
+    ),
+    (
+        "staleness of the tokens (optimizer steps)",
+        {"train/offpolicy/optimizer_steps_max": "maximum", "train/offpolicy/optimizer_steps_mean": "mean"},
     ),
     (
         "effective sample size of the ratios (fraction)",

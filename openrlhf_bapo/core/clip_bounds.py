@@ -209,6 +209,15 @@ class ClipBounds:
     reached: torch.Tensor
     """Whether the target was reached (True where there is nothing to balance)."""
 
+    surrogate_share: torch.Tensor
+    """The share at the chosen bounds as "surrogate" defines it, whatever the search went by."""
+
+    gradient_share: torch.Tensor
+    """The share at the chosen bounds as "gradient" defines it, whatever the search went by."""
+
+    positive_token_frac: torch.Tensor
+    """Tokens with A > 0 as a fraction of those with A != 0, each counted once; NaN if none."""
+
     clip_frac_positive: torch.Tensor
     """Fraction of the tokens with A > 0 whose ratio lies above `upper`, so that they get no gradient; 0 if none."""
 
@@ -264,13 +273,16 @@ def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBound
     inside_positive, outside_positive = positive.cumsum(1)[:, :-1], _cumsum_from_right(positive)[:, 1:]
     inside_negative, outside_negative = _cumsum_from_right(negative)[:, 1:], negative.cumsum(1)[:, :-1]
 
-    p, n = inside_positive[0], inside_negative[0]
-    if config.contribution == "surrogate":
-        p = p + grids.upper * outside_positive[1]
-        n = n + grids.lower * outside_negative[1]
-
-    p, n = p[grids.path_upper], n[grids.path_lower]
-    share = p / (p + n)
+    sums = {
+        "gradient": (inside_positive[0], inside_negative[0]),
+        "surrogate": (
+            inside_positive[0] + grids.upper * outside_positive[1],
+            inside_negative[0] + grids.lower * outside_negative[1],
+        ),
+    }
+    along_path = {name: (p[grids.path_upper], n[grids.path_lower]) for name, (p, n) in sums.items()}
+    shares = {name: p / (p + n) for name, (p, n) in along_path.items()}
+    (p, n), share = along_path[config.contribution], shares[config.contribution]
     met = (share if config.target_kind == "share" else p / (n + 1e-8)) >= config.positive_contribution_target
     met[:1] |= (p + n)[:1] == 0  # nothing to balance: stay at the start
     reached = met.any(0, keepdim=True)
@@ -278,8 +290,7 @@ def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBound
     point = torch.where(reached, met.int().argmax(0, keepdim=True), met.numel() - 1)
     at_lower, at_upper = grids.path_lower[point], grids.path_upper[point]
 
-    def fraction(outside: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-        return (outside[2] / side[2].sum().clamp(min=1)).squeeze(0)
+    num_positive, num_negative = positive[2].sum(), negative[2].sum()
 
     return ClipBounds(
         lower=grids.lower[at_lower].squeeze(0),
@@ -287,8 +298,11 @@ def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBound
         positive_share=share[point].squeeze(0),
         initial_share=share[0],
         reached=reached.squeeze(0),
-        clip_frac_positive=fraction(outside_positive[:, at_upper], positive),
-        clip_frac_negative=fraction(outside_negative[:, at_lower], negative),
+        surrogate_share=shares["surrogate"][point].squeeze(0),
+        gradient_share=shares["gradient"][point].squeeze(0),
+        positive_token_frac=num_positive / (num_positive + num_negative),
+        clip_frac_positive=(outside_positive[2, at_upper] / num_positive.clamp(min=1)).squeeze(0),
+        clip_frac_negative=(outside_negative[2, at_lower] / num_negative.clamp(min=1)).squeeze(0),
     )
 
 

@@ -40,7 +40,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 STRATEGIES = ("uniform", "newest", "oldest", "advantage")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # 4 + 1 + 4 + 4 + 4 = 17 bytes a token; a policy version and a token id fit into 31 bits.
 SAMPLE_DTYPES = {
@@ -298,7 +298,7 @@ class ReplayPool:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         return found
 
-    def save(self, path: str | os.PathLike, version: int, fingerprint: dict[str, str]) -> None:
+    def save(self, path: str | os.PathLike, state: object, fingerprint: dict[str, str]) -> None:
         """Write the pool to directory `path`, in place of what stands there.
 
         The files are written aside, to `path`.part. An existing `path` is then renamed to `path`.old, the new one takes
@@ -307,7 +307,7 @@ class ReplayPool:
 
         Args:
             path: the directory; its parents are made.
-            version: policy version, handed back by `load`.
+            state: of the run around the pool; any JSON value, handed back by `load`.
             fingerprint: what a later run must share to use the pool, such as model and tokenizer.
 
         Raises:
@@ -321,7 +321,7 @@ class ReplayPool:
         save_file(_to_columns(list(self._groups.values())), part / "groups.safetensors")
         record = {
             "format_version": FORMAT_VERSION,
-            "version": version,
+            "state": state,
             "fingerprint": fingerprint,
             "config": asdict(self.config),
             "generator": base64.b64encode(bytes(self._generator.get_state().tolist())).decode(),
@@ -349,8 +349,8 @@ class ReplayPool:
     @classmethod
     def load(
         cls, path: str | os.PathLike, config: ReplayConfig, fingerprint: dict[str, str]
-    ) -> tuple["ReplayPool", int]:
-        """The pool that was saved to `path`, and the policy version that it was saved with.
+    ) -> tuple["ReplayPool", object]:
+        """The pool that was saved to `path`, and the state that it was saved with.
 
         Tensors, keys, order, counters and the generator's state are those of the saved pool, so that the next draws
         are those of an unbroken run. `config` may differ from the saved one: groups beyond its `max_reuse` or
@@ -386,7 +386,7 @@ class ReplayPool:
         ):
             pool._put(Group(samples, rewards, num_reused, key=key))
         pool._evict()
-        return pool, record["version"]
+        return pool, record["state"]
 
 
 def _to_columns(groups: list[Group]) -> dict[str, torch.Tensor]:
