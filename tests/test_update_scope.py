@@ -6,11 +6,14 @@ import pipeline
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from openrlhf_bapo import BapoPolicyLoss, ClipConfig, register
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig
 
-register()  # also in the processes that a test starts from this module
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
+
 
 # ---- The loss on its own, float64, two gloo processes against one ----
 
@@ -56,9 +59,10 @@ def loss_and_gradient(batch, config, micro_batch_size: int, num_tokens: int, gro
 CASES = [(contribution, micro_batch_size) for contribution in ("surrogate", "gradient") for micro_batch_size in (4, 1)]
 
 
-def rank_main(rank: int, port: int, results) -> None:
+def updates_of_a_rank(rank: int, num_ranks: int, port: int, _) -> dict:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    results = {}
     for contribution, micro_batch_size in CASES:
         batch, config = joined_batch(contribution)
         half = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
@@ -66,15 +70,13 @@ def rank_main(rank: int, port: int, results) -> None:
         bounds, loss, gradient = loss_and_gradient(half, config, micro_batch_size, num_tokens, dist.group.WORLD)
         dist.all_reduce(loss)
         # Data-parallel training averages losses and gradients over ranks.
-        results[contribution, micro_batch_size, rank] = bounds, float(loss) / 2, (gradient / 2).tolist()
-    dist.destroy_process_group()
+        results[contribution, micro_batch_size] = bounds, float(loss) / 2, gradient / 2
+    return results
 
 
 @pytest.fixture(scope="module")
-def by_rank():
-    results = multiprocessing.Manager().dict()
-    multiprocessing.spawn(rank_main, (pipeline.free_port(), results), nprocs=2)
-    return dict(results)
+def by_rank(directory):
+    return pipeline.run_in_ranks(directory, updates_of_a_rank, 2)
 
 
 @pytest.mark.parametrize(("contribution", "micro_batch_size"), CASES)
@@ -84,23 +86,17 @@ def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_r
     start, corner = (0.6, 1.2), (config.lower_grid()[-1], config.upper_grid()[-1])
     assert bounds not in (start, corner) or contribution == "surrogate"  # the search had a choice to make
     (first, first_loss, first_gradient), (second, _, second_gradient) = (
-        by_rank[contribution, micro_batch_size, rank] for rank in range(2)
+        results[contribution, micro_batch_size] for results in by_rank
     )
     assert first == second == bounds
     assert first_loss == pytest.approx(float(loss), rel=1e-12)
-    joined = torch.tensor(first_gradient + second_gradient, dtype=torch.float64)
-    torch.testing.assert_close(joined, gradient, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.cat([first_gradient, second_gradient]), gradient, rtol=1e-12, atol=0)
 
 
 # ---- OpenRLHF's own policy actor and DeepSpeed, float32 ----
 
 SAMPLES = pipeline.make_experience([3, 15, 2, 17, 1, 14, 16, 2], positive=[True, False, True, True, *[False] * 4])
 NUM_UPDATES = 4
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
 def flags(directory, policy_loss="bapo", **overrides) -> list[str]:
