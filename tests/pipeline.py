@@ -146,6 +146,39 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
     return samples
 
 
+def response(num_tokens: int = 2, reward=0.5, version: int | list[int] = 0, log_prob: float | None = None) -> dict:
+    """A response as our RolloutRayActor returns it: a prompt of 2 tokens, and `num_tokens` of the model's own.
+
+    Args:
+        num_tokens: of the response; their ids count up from 6.
+        reward: as the reward's source gave it.
+        version: the policy version of all tokens, or one each.
+        log_prob: the engine's, of every token; None: the agent returned none.
+    """
+    versions = version if isinstance(version, list) else [version] * num_tokens
+    return {
+        "prompt": "1+2=",
+        "label": "3",
+        "images": None,
+        "mm_train_inputs": None,
+        "observation_tokens": [4, 5, *range(6, 6 + num_tokens)],
+        "action_ranges": [(2, 2 + num_tokens)],
+        "versions": [versions],
+        "rollout_log_probs": None if log_prob is None else [0.0] * 2 + [log_prob] * num_tokens,
+        "truncated": False,
+        "reward": reward,
+        "scores": reward,
+        "extra_logs": {},
+    }
+
+
+def samples_generator(args: Namespace):
+    """Our SamplesGenerator for `args`, without data and engines."""
+    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+
+    return VersionedSamplesGenerator(Namespace(args=args), None, None, tokenizer=None, vllm_engines=None)
+
+
 def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours") -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
 

@@ -2,7 +2,6 @@
 
 import math
 from argparse import Namespace
-from dataclasses import fields
 
 import pipeline
 import pytest
@@ -198,36 +197,6 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
     )
     assert len(replayed["bounds"]) == 2
     assert replayed["args"].rollout.batch_size == 2  # lifted for the planning alone
-
-
-def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness():
-    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker, _to_group
-
-    made = pipeline.make_experience([3, 5], seed=1)
-    for sample in made:
-        step = torch.rand(sample.action_mask.shape)
-        sample.action_log_probs, sample.rollout_log_probs = -step, -step - 0.1
-        sample.base_action_log_probs, sample.values = -step - 0.2, step + 1  # KL as a loss, and GAE
-        sample.versions = 5 * sample.action_mask.int()
-        sample.rewards = sample.scores = sample.info["reward"]
-        sample.truncated = torch.tensor([False])
-    made = [sample for batch in made for sample in split(batch)]
-    maker = object.__new__(OffPolicyExperienceMaker)
-    maker.policy_version = 8
-    back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
-    for before, after in zip(made, back, strict=True):
-        assert torch.equal(after.staleness, 3 * before.action_mask)
-        for field in fields(before):
-            value = getattr(before, field.name)
-            if isinstance(value, torch.Tensor) and field.name != "staleness":
-                assert torch.equal(getattr(after, field.name), value), field.name
-        assert after.info.keys() == before.info.keys()
-
-
-def split(batch):
-    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
-
-    return remove_padding_in_sequences(split_experience_batch(batch))
 
 
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
