@@ -4,9 +4,11 @@ import functools
 import math
 import operator
 
+import pipeline
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import advantages, ratios, weights
 
@@ -30,6 +32,16 @@ def stale_tokens(min_size=0, mask=None):
         min_size=min_size,
         max_size=40,
     )
+
+
+# Every bucket with tokens of both signs and of none, in and out of the bounds 0.8 and 1.2.
+OF_EVERY_KIND = [
+    (ratio, advantage, weight, age)
+    for age in (0, 1, 2, 3, 4, 7, 8, 100)
+    for ratio in (0.5, 0.7, 1.0, 1.5 + age)
+    for advantage in (-2.0, -0.3, -0.3, 0.0, 0.3, 2.0)
+    for weight in (0.0, 0.25)
+]
 
 
 def as_tensors(token_list, dtype=torch.float64) -> list[torch.Tensor]:
@@ -67,6 +79,7 @@ def expected_metrics(token_list, lower, upper) -> dict[str, float]:
 
 
 @given(stale_tokens(), lowers, uppers, st.booleans())
+@example(OF_EVERY_KIND, 0.8, 1.2, True)
 def test_agrees_with_a_plain_loop_over_the_tokens(token_list, lower, upper, bounds_are_tensors):
     bounds = [torch.tensor(bound, dtype=torch.float64) if bounds_are_tensors else bound for bound in (lower, upper)]
     found = metrics_of(token_list, *bounds)
@@ -111,6 +124,10 @@ def test_token_fractions_of_the_buckets_add_up_to_one(token_list):
     assert sum(value for name, value in found.items() if "token_frac" in name) == pytest.approx(1)
 
 
+def test_the_buckets_begin_where_their_labels_say():
+    assert {label: first for label, (first, _) in SPANS.items()} == STALENESS_BUCKETS
+
+
 @pytest.mark.parametrize(
     ("staleness", "label"),
     [(0, "0"), (1, "1"), (2, "2-3"), (3, "2-3"), (4, "4-7"), (7, "4-7"), (8, "8+"), (100, "8+")],
@@ -142,6 +159,26 @@ def test_a_tally_is_made_without_reading_a_value_on_the_host():
     tally = tally_offpolicy(*meta, bound, bound)
     tally += tally
     assert (tally.sums.shape, tally.maxima.shape) == ((len(STALENESS_BUCKETS), 8), (len(STALENESS_BUCKETS), 2))
+
+
+def test_a_tally_of_ratios_with_a_gradient_has_none():
+    ratio = torch.ones(3, requires_grad=True)
+    tally = tally_offpolicy(ratio, torch.ones(3), torch.ones(3), torch.zeros(3, dtype=torch.int64), 0.8, 1.2)
+    assert not tally.sums.requires_grad and not tally.maxima.requires_grad
+
+
+def metrics_of_a_rank(rank: int, num_ranks: int, port: int, token_list) -> dict[str, float]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    half = len(token_list) // num_ranks
+    tally = tally_offpolicy(*as_tensors(token_list[half * rank : half * (rank + 1)]), 0.8, 1.2)
+    reduced = offpolicy_metrics(tally.all_reduce(dist.group.WORLD))
+    assert offpolicy_metrics(tally) != reduced  # the rank's own tally stays as it is
+    return reduced
+
+
+def test_every_rank_of_a_group_has_the_metrics_of_all_its_tokens(tmp_path):
+    for found in pipeline.run_in_ranks(tmp_path, metrics_of_a_rank, 2, OF_EVERY_KIND):
+        assert found == pytest.approx(metrics_of(OF_EVERY_KIND))
 
 
 def test_without_a_token_there_is_no_metric():
