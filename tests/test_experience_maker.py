@@ -57,6 +57,13 @@ def make_maker(directory, **flags):
     return OffPolicyExperienceMaker(Actors(), None, None, None, FixedKLController(0), strategy, tokenizer)
 
 
+def publish(maker, version: int) -> None:
+    """Train and publish until `version`: one optimizer step before version 1, two before version 2, and so on."""
+    while maker.policy_version < version:
+        maker.num_optimizer_steps += maker.policy_version + 1
+        maker.count_version()
+
+
 def generated(maker, responses: list[dict]) -> list:
     generator = pipeline.samples_generator(maker.args)
     return [generator._process_response_into_experience(response, max_len=64) for response in responses]
@@ -106,17 +113,29 @@ TOKENS = [6, 7, 8, 6, 6, 7]
 
 def test_staleness_counts_versions_from_the_one_that_generated_the_token_to_the_one_that_trains(tmp_path):
     maker = make_maker(tmp_path)
-    maker.policy_version, maker.version_offset = 13, 10  # a resumed run, whose engines count from 0 again
+    publish(maker, 13)
+    maker.version_offset = 10  # a resumed run, whose engines count from 0 again
     experience = experience_of(maker, RESPONSES)
     assert tokens_of(experience, "versions") == [12, 13, 13, 13, 11, 11]
     assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
+    assert tokens_of(experience, "optimizer_steps") == [13, 0, 0, 0, 12 + 13, 12 + 13]
     elsewhere = experience.action_mask == 0
-    assert not experience.versions[elsewhere].any() and not experience.staleness[elsewhere].any()
+    for name in ("versions", "staleness", "optimizer_steps"):
+        assert not getattr(experience, name)[elsewhere].any()
+
+
+def test_a_version_published_without_an_optimizer_step_is_no_optimizer_step_older(tmp_path):
+    maker = make_maker(tmp_path)
+    publish(maker, 3)
+    maker.count_version()  # the critic alone was trained
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "staleness") == [2, 1, 1, 1, 3, 3]
+    assert tokens_of(experience, "optimizer_steps") == [3, 0, 0, 0, 2 + 3, 2 + 3]
 
 
 def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_is_reported_where_fresh(tmp_path):
     maker = make_maker(tmp_path)
-    maker.policy_version = 3
+    publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
     assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
     gaps = [0.5 - 0.07, 0.5 - 0.08, 0.3 - 0.06]  # of the tokens of version 3
@@ -128,7 +147,7 @@ def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_
 
 def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
-    maker.policy_version = 3
+    publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
     assert tokens_of(experience, "action_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
     assert not experience.action_log_probs[experience.action_mask == 0].any()
@@ -146,7 +165,7 @@ def test_an_agent_without_log_probs_is_refused_where_they_are_the_denominator_on
 
 def test_without_a_fresh_token_there_is_no_mismatch_to_report(tmp_path):
     maker = make_maker(tmp_path)
-    maker.policy_version = 9
+    publish(maker, 9)
     experience_of(maker, RESPONSES)
     assert "offpolicy/engine_mismatch" not in maker.metrics()
 
@@ -154,7 +173,7 @@ def test_without_a_fresh_token_there_is_no_mismatch_to_report(tmp_path):
 def test_without_an_off_policy_feature_experience_is_openrlhfs(tmp_path):
     maker = make_maker(tmp_path, policy_loss="ppo")
     experience = experience_of(maker, RESPONSES)
-    assert experience.versions is None and experience.staleness is None and maker.metrics() == {}
+    assert experience.versions is experience.staleness is experience.optimizer_steps is None and maker.metrics() == {}
     batches = maker.make_experience_batch(rollout(maker))
     assert maker.pool is None and maker.fresh is batches
 
@@ -186,7 +205,7 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
     first = joined([first])
     assert [int(sample.response_length) for sample in first] == [1, 2, 3, 4] * 4  # the groups in the order of prompts
 
-    maker.policy_version = 2
+    publish(maker, 2)
     (second,) = maker.make_experience_batch(rollout(maker, version=2))
     second = joined([second])
     fresh, replayed = second[:16], second[16:]
@@ -194,9 +213,10 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
     assert all(set(tokens_of(sample, "staleness")) == {0} for sample in fresh)
     for before, after in zip(first[: 2 * NUM_SAMPLES], replayed, strict=True):
         assert tokens_of(after, "staleness") == [2] * int(after.response_length)
+        assert tokens_of(after, "optimizer_steps") == [1 + 2] * int(after.response_length)
         for field in fields(before):
             value = getattr(before, field.name)
-            if isinstance(value, torch.Tensor) and field.name != "staleness":
+            if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
                 assert torch.equal(getattr(after, field.name), value), field.name
         assert {k: float(v) for k, v in after.info.items()} == {k: float(v) for k, v in before.info.items()}
     metrics = maker.metrics()
@@ -206,7 +226,7 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
     assert sum(len(batch.sequences) for batch in maker.fresh) == 16
 
 
-def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness(tmp_path):
+def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_age(tmp_path):
     from openrlhf_bapo.adapter.experience_maker import _to_group
 
     made = pipeline.make_experience([3, 5], seed=1)
@@ -219,13 +239,14 @@ def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness(tmp_p
         sample.truncated = torch.tensor([False])
     made = joined(made)
     maker = make_maker(tmp_path, replay__ratio=1)
-    maker.policy_version = 8
+    publish(maker, 8)
     back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
     for before, after in zip(made, back, strict=True):
         assert torch.equal(after.staleness, 3 * before.action_mask)
+        assert torch.equal(after.optimizer_steps, (6 + 7 + 8) * before.action_mask)
         for field in fields(before):
             value = getattr(before, field.name)
-            if isinstance(value, torch.Tensor) and field.name != "staleness":
+            if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
                 found = getattr(after, field.name)
                 assert torch.equal(found, value) and found.dtype == value.dtype, field.name
         assert after.info.keys() == before.info.keys()
@@ -233,7 +254,7 @@ def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness(tmp_p
 
 def test_a_groups_age_is_that_of_its_oldest_action_token(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=2)
-    maker.policy_version = 5
+    publish(maker, 5)
     samples = rollout(maker, version=5)
     samples[6].versions[samples[6].action_mask > 0] = 4  # one sample of the second group
     samples[0].versions[samples[0].action_mask == 0] = 1  # the prompt was generated by nobody
@@ -271,7 +292,7 @@ def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_step
 def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     maker.make_experience_batch(rollout(maker))
-    maker.policy_version = 2
+    publish(maker, 2)
     (batch,) = maker.make_experience_batch(rollout(maker, version=2))
     assert len(batch.sequences) == 16
     assert maker.metrics()["replay/groups_expired"] == 4
