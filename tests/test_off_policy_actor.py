@@ -173,11 +173,20 @@ def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(direc
     assert found != pytest.approx(share(tokens()), rel=1e-2)
 
 
-@pytest.mark.parametrize("given", [dict(policy_loss="ppo", replay__ratio=None), dict(policy_loss="ppo")])
-def test_without_stale_samples_there_are_no_off_policy_metrics_and_without_bapo_none_of_bapo(directory, given):
+@pytest.mark.parametrize(
+    ("given", "areas"),
+    [
+        (dict(policy_loss="gspo", replay__ratio=None), set()),
+        (dict(policy_loss="ppo", replay__ratio=None), {"bapo"}),
+        (dict(policy_loss="ppo"), {"bapo", "offpolicy"}),
+    ],
+    ids=["gspo", "ppo", "ppo with replay"],
+)
+def test_a_loss_without_token_ratios_logs_no_share_and_a_run_without_off_policy_features_no_staleness(
+    directory, given, areas
+):
     (result,) = one_update(directory, [0] * 8, [0.0] * 8, **given)
-    areas = {name.split("/")[0] for name in result["status"] if "/" in name}
-    assert areas == (set() if "replay__ratio" in given else {"offpolicy"})
+    assert {name.split("/")[0] for name in result["status"] if "/" in name} == areas
 
 
 def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(directory):
