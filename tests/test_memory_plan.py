@@ -350,6 +350,7 @@ STAGES = (0, 1, 2, 3)
 # 24 samples of 8 tokens in a rollout, 8 in an optimizer step, 2 epochs.
 RATIO_LENGTH, RATIO_BATCH = 8, 8
 RATIO_FLAGS = {
+    "rollout__micro_batch_size": 4,
     "policy_loss": "bapo",
     "rollout__batch_size": 6,
     "rollout__n_samples_per_prompt": 4,
