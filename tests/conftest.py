@@ -5,6 +5,7 @@ from hypothesis import settings
 
 from openrlhf_bapo import register
 
+pytest.register_assert_rewrite("pipeline", "recordings")  # their assertions show their values too
 settings.register_profile("project", deadline=None, max_examples=150)
 settings.load_profile("project")
 register()

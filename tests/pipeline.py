@@ -290,6 +290,25 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Pat
         time.sleep(0.2)
 
 
+def run_script(script: str, *flags: str, seconds: float = 900, **environment) -> subprocess.CompletedProcess:
+    """Run one of scripts/ to its end, with variables beside ours; after `seconds` an error, and its end."""
+    process = subprocess.Popen(
+        ["bash", f"scripts/{script}", *flags],
+        cwd=REPOSITORY,
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
@@ -304,6 +323,14 @@ def steps(output: str) -> list[dict[str, float]]:
     """The metrics of every global step in a run's output."""
     found = re.findall(r"Global step \d+: \{(.*)\}", output)
     return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
+
+
+def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
+    """From a run's first two steps to its last two, by far more than the chance of what was drawn in them."""
+    first, last = steps[:2], steps[-2:]
+    means = [sum(step["rollout/reward_mean"] for step in part) / 2 for part in (first, last)]
+    variance = sum(step["rollout/reward_std"] ** 2 / step["rollout/num_samples"] / 4 for step in first + last)
+    assert means[1] - means[0] > 6 * variance**0.5, means
 
 
 if __name__ == "__main__":

@@ -55,14 +55,15 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_against_the_weights_that_
 
 
 @pytest.mark.pipeline
-def test_a_response_that_a_weight_update_fell_into_has_ratios_against_both_versions(directory):
+def test_on_two_ranks_a_response_that_a_weight_update_fell_into_has_ratios_against_both_versions(directory):
     recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
-    flags = replay_flags(directory, **ASYNC, train__partial_rollout_enable=True, data__max_samples=96)
+    partial = dict(train__partial_rollout_enable=True, actor__num_gpus_per_node=2, data__max_samples=96)
+    flags = replay_flags(directory, **ASYNC, **partial)
     steps = pipeline.steps(pipeline.train(directory, flags, "mixed", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")
     policies = recordings.Policies(directory / "model", directory / "recording")
-    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
+    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=1)
     mask = batch["action_mask"] > 0
     oldest, newest = batch["versions"].masked_fill(~mask, 99).amin(-1), batch["versions"].amax(-1)
     mixed = oldest < newest
@@ -82,7 +83,7 @@ def test_with_gae_and_the_engines_log_probs_replayed_samples_come_back_as_they_w
     recorder = recordings.environment(directory / "recording")
     steps = pipeline.steps(pipeline.train(directory, flags, "gae", **recorder))
     assert len(steps) == 8
-    assert_rewards_rise(steps)
+    pipeline.assert_rewards_rise(steps)
     assert steps[-1]["critic_loss"] > 0
     batch = recordings.trained_on(directory / "recording")
     policies = recordings.Policies(directory / "model", directory / "recording")
@@ -100,13 +101,6 @@ def test_with_gae_and_the_engines_log_probs_replayed_samples_come_back_as_they_w
                 replayed.append((made, numbers))
         assert len(replayed) > 200
         assert all(torch.equal(fresh[made], numbers) for made, numbers in replayed)
-
-
-def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
-    """From the first two steps to the last two, by far more than the chance of 256 draws."""
-    first, last = (sum(step["rollout/reward_mean"] for step in part) / 2 for part in (steps[:2], steps[-2:]))
-    error = max(step["rollout/reward_std"] for step in steps) * (2 / 128) ** 0.5
-    assert last - first > 5 * error
 
 
 @pytest.mark.pipeline
