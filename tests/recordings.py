@@ -52,6 +52,7 @@ class Policies:
     def __init__(self, model: Path, *folders: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(1)  # a second one gains nothing on tensors of this size, and waits on busy cores
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._weights = {0: {name: weight.clone() for name, weight in self._model.state_dict().items()}}
         for folder in folders:

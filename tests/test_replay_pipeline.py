@@ -138,11 +138,12 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
     assert len(steps) == 7  # 4 to 10
     assert first["replay/groups_sampled"] * 4 == len(drawn) > 0
     assert last["offpolicy/staleness_max"] <= 4
-    batches = [recordings.trained_on(directory / name) for name in ("killed", "resumed")]
-    policies = recordings.Policies(directory / "model", directory / "killed", directory / "resumed")
-    for batch in batches:
+    folders = [directory / "killed", directory / "resumed"]
+    for i in range(2):
+        batch = recordings.trained_on(folders[i])
+        policies = recordings.Policies(directory / "model", *folders[: i + 1])
         recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=False, num_first=2)
-    trained = zip(*(batches[1][name] for name in ("version", "staleness", "sequences", "attention_mask")), strict=True)
+    trained = zip(*(batch[name] for name in ("version", "staleness", "sequences", "attention_mask")), strict=True)
     assert sorted(sample["tokens"].tolist() for sample in drawn) == sorted(
         tokens[attention > 0].tolist()
         for trained_at, staleness, tokens, attention in trained
