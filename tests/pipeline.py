@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -333,15 +335,46 @@ def running(command: list[str], log: Path, **environment):
             yield process
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, 15)
-                process.wait(30)
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(60)
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = 300) -> None:
+    """Until something has happened; an error with the log's end if the process ends first, or the time does."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None and time.monotonic() < end, f"{process.args}:\n{log.read_text()[-3000:]}"
+        time.sleep(0.2)
+
+
+def run_script(script: str, *flags: str, seconds: float = 900, **environment) -> subprocess.CompletedProcess:
+    """Run one of scripts/ to its end, with variables beside ours; after `seconds` an error, and its end."""
+    process = subprocess.Popen(
+        ["bash", f"scripts/{script}", *flags],
+        cwd=REPOSITORY,
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
     with running([sys.executable, *command, *argv], log, **env) as process:
-        code = process.wait(300)
+        code = process.wait(600)
     output = log.read_text()
     assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"
     return output
@@ -351,6 +384,14 @@ def steps(output: str) -> list[dict[str, float]]:
     """The metrics of every global step in a run's output."""
     found = re.findall(r"Global step \d+: \{(.*)\}", output)
     return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
+
+
+def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
+    """From a run's first two steps to its last two, by far more than the chance of what was drawn in them."""
+    first, last = steps[:2], steps[-2:]
+    means = [sum(step["rollout/reward_mean"] for step in part) / 2 for part in (first, last)]
+    variance = sum(step["rollout/reward_std"] ** 2 / step["rollout/num_samples"] / 4 for step in first + last)
+    assert means[1] - means[0] > 4 * variance**0.5, means
 
 
 if __name__ == "__main__":
