@@ -325,9 +325,10 @@ def test_a_resume_with_changed_files_is_refused(directory, tmp_path, capsys, cha
         ("def reward(queries, prompts, labels):\n    pass", "AttributeError: module 'reward_func' has no attribute"),
         ("reward_func = 1", "TypeError: reward_func is no function"),
         ("import sys\nsys.exit(0)", "it exits with 0"),
+        ("import sys\nsys.stderr.buffer.write(b'\\xff!')\nsys.exit(1)", "\ufffd!"),
         ("import os\nos.kill(os.getpid(), 9)", "it exits with -9"),
     ],
-    ids=["import", "syntax", "no reward_func", "no function", "exit", "killed"],
+    ids=["import", "syntax", "no reward_func", "no function", "exit", "no text", "killed"],
 )
 def test_a_reward_file_that_cannot_be_loaded_is_refused_before_anything_is_written(
     directory, tmp_path, capsys, content, message
