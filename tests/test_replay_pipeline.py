@@ -52,8 +52,9 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_against_the_weights_that_
     recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
     counted = recordings.steps_by_version(batch, num_first=2)
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, counted)
-    # A rollout is generated while the one before it is trained on, so every fresh token but the first ones' is stale.
-    assert batch["staleness"][batch["version"] == 1].amax() == 1
+    # More of them are stale than were replayed: fresh ones too, generated while the rollout before was trained on.
+    num_stale = batch["version"][batch["staleness"].amax(-1) > 0].bincount(minlength=10).tolist()
+    assert any(stale > 4 * step["replay/groups_sampled"] for stale, step in zip(num_stale, steps, strict=True))
 
 
 @pytest.mark.pipeline
