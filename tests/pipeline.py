@@ -194,10 +194,11 @@ def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[
     Returns:
         One dict a rank: `status` (what `fit` reports), `weights` (the model's, by name), `bounds` (per update:
         lower, upper), `searches` (per update: every field of ClipBounds, and num_tokens, those with an advantage on
-        this rank), `behaviour_log_probs` (per sample), `args` (as training left them). Its clock ticks once a reading:
-        what is reported in seconds counts what was timed.
+        this rank), `behaviour_log_probs` (per sample), `args` (as training left them), `trainer` (its class's module).
+        Its clock ticks once a reading: what is reported in seconds counts what was timed.
     """
-    return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), (argv, samples_by_rank), trainer)
+    # Parsed here: it registers our parts, which "upstream" must not have.
+    return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), (parse(argv), samples_by_rank), trainer)
 
 
 def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, trainer: str = "ours") -> list:
@@ -270,14 +271,13 @@ def free_port() -> int:
 
 
 def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
-    argv, samples_by_rank = argument
+    args, samples_by_rank = argument
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
     utils.convert_to_torch_dtype = lambda _: torch.float32
     if our_trainer := sys.modules.get("openrlhf_bapo.adapter.actor_trainer"):
         our_trainer.time = Namespace(perf_counter=itertools.count(0.0).__next__)
-    args = parse(argv)
     args.ds.param_dtype = "fp32"
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
@@ -308,6 +308,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "searches": searches,
         "behaviour_log_probs": behaviour_log_probs,
         "args": args,
+        "trainer": type(actor.trainer).__module__,
     }
 
 
