@@ -173,7 +173,7 @@ class ForkedActors:
             if os.fork() == 0:
                 os.dup2(jobs[0], 0)
                 os.dup2(answers[1], 1)
-                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
                 for end in (*jobs, *answers):
                     os.close(end)
                 os.chdir(Path(pipeline.__file__).parent)
