@@ -28,7 +28,9 @@ def stale_samples(staleness: list[int], log_ratios: list[float]) -> list:
     return samples
 
 
-def one_update(directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, **flags) -> list[dict]:
+def one_update(
+    directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, num_steps: int = 1, **flags
+) -> list[dict]:
     """One optimizer step over eight samples, the first of its training step; what each rank says."""
     settings = dict(
         policy_loss="bapo",
@@ -42,7 +44,8 @@ def one_update(directory, staleness: list[int], log_ratios: list[float], num_ran
     samples = stale_samples(staleness, log_ratios)
     size = len(samples) // num_ranks
     by_rank = [samples[start : start + size] for start in range(0, len(samples), size)]
-    return pipeline.train_policy_actors(directory, pipeline.flags(directory, **settings | flags), by_rank)
+    argv = pipeline.flags(directory, **settings | flags)
+    return pipeline.train_policy_actors(directory, argv, by_rank, num_steps=num_steps)
 
 
 STALENESS = [0, 0, 1, 2, 3, 4, 7, 9]
@@ -143,6 +146,13 @@ def test_two_ranks_report_the_metrics_of_all_tokens(directory, stale_update):
     assert len(expected) > 30
     for result in one_update(directory, STALENESS, LOG_RATIOS, num_ranks=2):
         assert {name: result["status"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_training_step_reports_its_own_tokens(directory):
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, num_steps=2)
+    stale, fresh = result["statuses"]
+    assert stale["offpolicy/ratio_max"] == pytest.approx(math.exp(0.7), rel=1e-4)
+    assert fresh["offpolicy/ratio_max"] == pytest.approx(1, abs=1e-4)
 
 
 def test_log_ratios_beyond_20_count_as_20(directory):
