@@ -6,10 +6,10 @@ boxes make a list); a last box that never closes was cut off, too. Without a box
 ("the answer is ...", "Answer: ...", "#### ..."), or else the formula or number that ends the line. Numbers elsewhere in
 the text are never answers, so that a truncated response is not rewarded for a number that it happened to pass.
 
-When answers are equal. Most are integers or the same text; `is_plainly_equal` decides these in a time that is linear in
-the text. All else is parsed and compared by math-verify, twice: as it stands, and rewritten by `_REWRITES`. Rules of our
-own stand only where math-verify alone is wrong, each with the case that shows it ("a != b": it finds the two equal).
-math-verify and sympy may take for ever: `grader.MathGrader` calls `is_equal` in processes under limits.
+When answers are equal. Most are integers or the same text: `is_plainly_equal` decides these in linear time. All else is
+parsed and compared by math-verify, twice: as it stands, and rewritten by `_REWRITES`. Rules of our own stand only where
+math-verify alone is wrong, each with the case that shows it ("a" != "b" where it finds the two equal). math-verify and
+sympy may take for ever: `grader.MathGrader` calls `is_equal` in processes under limits.
 """
 
 import logging
@@ -58,22 +58,10 @@ def extract_answer(response: str) -> str | None:
         return answer and answer.text
     text, _ = _rewrite(answer.text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.rpartition("=")[2]).strip(" .")
-    parts = [text] if re.search(r"[(\[{]", text.replace(r"\frac{", "")) else text.split(",")
-    return ",".join(sorted(_canonical_part(part) for part in parts))
-
-
-def _canonical_part(part: str) -> str:
-    part = "".join(part.split())
-    if match := re.fullmatch(
-        r"(-?)(\d*)\\frac\{(-?\d{1,999})\}\{(\d{1,999})\}|(-?[\d.]{1,999})(?:/(\d{1,999}))?", part
-    ):
-        sign, whole, upper, lower, number, divisor = match.groups()
-        try:
-            value = Fraction(number or upper) / int(divisor or lower or 1) + int(whole or 0)
-            return str(-value if sign else value)
-        except (ValueError, ZeroDivisionError):  # 1.2.3, 1/0
-            return part
-    return part.casefold() if len(part) > 2 and part.isalpha() else part
+    parts = ["".join(part.split()) for part in ([text] if re.search(r"[(\[]|\\\{", text) else text.split(","))]
+    values = [_fraction(part) for part in parts]
+    parts = [part if value is None else str(value) for part, value in zip(parts, values, strict=True)]
+    return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
 
 
 # Where the answer stands ---------------------------------------------------------------------------------------------
@@ -85,7 +73,7 @@ class Answer:
 
     text: str
     passage: str | None
-    """Where math-verify is to find it by its own rules, such as the box; None: not in a sentence that may be cut off."""
+    """Where math-verify finds it by its own rules: the box, or the line; None where the line may be cut off."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
@@ -94,6 +82,7 @@ _ANNOUNCED = re.compile(r"####|(?:\bfinal )?\banswers?\b[^.:=]{0,60}?(?:\bis\b|\
 _SENTENCE_END = re.compile(r"\.\s+[A-Z]")
 _HOPE = re.compile(r"I hope (?:it|this) is correct\.?$")
 _FORMULA_START = re.compile(r"(?<!\\)\$|\\[(\[]")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 # "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars."; not "If we take 7 and add".
 _FORMULA_OR_NUMBER_END = re.compile(r"(?:\$|\\[)\]])\s*[a-z]{0,20}\.?$|\d[\d,]*(?:\s[a-z]{1,20})?\.$")
 
@@ -114,7 +103,7 @@ def find_answer(response: str) -> Answer | None:
         text, passage = _SENTENCE_END.split(line[announced[-1][1] :])[0], line[announced[-1][0] :]
     else:
         start = _FORMULA_START.search(line)
-        text = line[start.start() :] if start else line
+        text = line[start.start() :] if start and _PROSE.search(line, 0, start.start()) else line
         passage = line if _FORMULA_OR_NUMBER_END.search(line) else None
     return Answer(text.strip(), passage) if text.strip() else None
 
@@ -161,38 +150,60 @@ def _boxed(text: str) -> str | None:
 
 # When answers are equal ----------------------------------------------------------------------------------------------
 
-_INTEGER = re.compile(r"([+-]?)0*(\d+|[1-9]\d{0,2}(?:,\d{3})+)", re.ASCII)
-
 
 def is_plainly_equal(answer: Answer | None, gold: str) -> bool | None:
-    """Whether they are equal, where that takes no parser: no answer, the same text, two integers; else None."""
+    """Whether they are equal, where that takes no parser: no answer, the same text, two plain fractions; else None."""
     if answer is None:
         return False
     if answer.text == gold or max(len(answer.text), len(gold)) > _LONGEST:
         return answer.text == gold
-    integers = [_INTEGER.fullmatch(text) for text in (answer.text, gold)]
-    if not all(integers):
+    values = _fraction(answer.text), _fraction(gold)
+    if None in values or (values[0] != values[1] and "." in answer.text + gold):  # it may be rounded
         return None
-    sides = [(match[1].strip("+"), match[2].replace(",", "")) for match in integers]
-    return sides[0] == sides[1] or {digits for _, digits in sides} == {"0"}
+    return values[0] == values[1]
+
+
+_FRACTION = re.compile(
+    r"([+-]?)(?:(\d{1,99}|[1-9]\d?\d?(?:,\d{3}){1,33}|\d{0,99}\.\d{1,99})|(\d{0,99})\\[dt]?frac\{(-?\d{1,99})\}\{(\d{1,99})\}"
+    r"|(\d{1,99})/(\d{1,99}))",
+    re.ASCII,
+)
+
+
+def _fraction(text: str) -> Fraction | None:
+    """The value of 7, 1,000, 0.5, 1/2, \\frac{1}{2} and 3\\frac{1}{2}."""
+    match = _FRACTION.fullmatch(text)
+    if not match:
+        return None
+    sign, number, whole, *_ = match.groups()
+    upper, lower = match[4] or match[6], match[5] or match[7]
+    if number:
+        value = Fraction(number.replace(",", ""))
+    elif int(lower) == 0 or (whole and upper.startswith("-")):
+        return None
+    else:
+        value = int(whole or 0) + Fraction(int(upper), int(lower))
+    return -value if sign == "-" else value
 
 
 def is_equal(answer: Answer, gold: str) -> bool:
     """Whether they are equal for a mathematician; may take any time and memory."""
-    words, gold_words = _words(answer.text), _words(gold)
+    words = [_words(side) for side in (answer.text, gold)]
     (text, marks), (gold_text, gold_marks) = _rewrite(answer.text), _rewrite(gold)
-    if words == gold_words or _chosen(words, _CHOICE_IN_ANSWER) == _chosen(gold_words, _CHOICE) != None:  # noqa: E711
+    if words[0] == words[1]:
         return True
-    if any(_QUALIFIER.search(side) for side in (words, gold_words)):  # "3\text{ or more}" != "3"
+    if re.fullmatch(r"\(?[A-Z]\)?", words[1]) and (chosen := _CHOSEN.match(words[0])):  # "B. 15" == "B"
+        return chosen[1].upper() == words[1].strip("()")
+    if (
+        any(map(_QUALIFIER.search, words))  # "3\text{ or more}" != "3"
+        or all(map(_IS_WORDS.match, words))  # "even" != "veen"
+        or any(re.search(r"(?<![\d_^])\d+ \d", side) for side in (text, gold_text))  # "1 2" != "3"
+        or any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys())
+    ):
         return False
-    if all(_IS_WORDS.search(side) for side in (words, gold_words)):  # "even" != "veen"
-        return False
-    if any(re.search(r"(?<![\d_^])\d+ \d", side) for side in (text, gold_text)):  # "1 2" != "3"
-        return False
-    if any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys()):
-        return False
-    if _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
-        return True
+    if not (_MISREAD.search(answer.text) or _MISREAD.search(gold)):
+        if answer.passage and _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
+            return True
     if "," in text and "," in gold_text:  # "100, 101" == "100,101"
         text, gold_text = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", side) for side in (text, gold_text))
     return _agree(_parse_rewritten(text), _parse_rewritten(gold_text))
@@ -200,171 +211,112 @@ def is_equal(answer: Answer, gold: str) -> bool:
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
-_IS_WORDS = re.compile(r"^[^\d\\]*(?:[a-z]{4}|\b(?:yes|no|odd)\b)[^\d\\]*$")
-_CHOICE = re.compile(r"\(?([A-Z])\)?$")
-_CHOICE_IN_ANSWER = re.compile(r"(?i:option |choice )?\(?([A-Za-z])(?:\)|[.:](?!\S)|$)")  # "(B) 15", "B. 15"
+_IS_WORDS = re.compile(r"[^\d\\]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[^\d\\]*$")
+_CHOSEN = re.compile(r"(?:option |choice )?\(?([A-Z])(?:\)|[.:](?!\S)|$)", re.IGNORECASE)
 _QUALIFIER = re.compile(
-    r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|up to"
-    r"|(?:more|less|fewer|greater|other) than|except)\b"
+    r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|except|up to"
+    r"|(?:more|less|fewer|greater|other) than)\b"
 )
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
+# Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
+# "2\binom{6}{3}" != "22".
+_MISREAD = re.compile(_NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom")
 
 
 def _words(text: str) -> str:
     text = _TEXT.sub(r"\1", text.replace("$", " ").replace("**", "").replace("\\ ", " "))
-    text = " ".join(text.split()).strip(" .").replace(" and ", ", ")
+    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
     return text.lower() if re.search(r"[A-Za-z]{3}|^[Nn]o$", _COMMAND.sub("", text)) else text
-
-
-def _chosen(words: str, pattern: re.Pattern) -> str | None:
-    match = pattern.match(words)
-    return match[1].upper() if match else None
-
-
-# Characters that math-verify does not know: "2\u221a3" == "2\sqrt{3}".
-_CHARACTERS = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\u00d7": r"\times ",
-        "\u00b7": r"\cdot ",
-        "\u00f7": r"\div ",
-        "\u00b1": r"\pm ",
-        "\u00b0": r"^\circ ",
-        "\u221e": r"\infty ",
-        "\u03c0": r"\pi ",
-        "\u03b8": r"\theta ",
-        "\u2208": r"\in ",
-        "\u222a": r"\cup ",
-        "\u2264": r"\le ",
-        "\u2265": r"\ge ",
-        "\u2260": r"\ne ",
-        "\u2205": r"\emptyset ",
-        "\u211d": r"\mathbb{R} ",
-        "\u221a": r"\sqrt ",
-    }
-)
-_POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-
-
-def _number_word(match: re.Match) -> str:
-    opening, word, closing = match.groups()
-    factor = r"\cdot 12" if word == "dozen" else rf"\cdot 10^{{{_POWERS_OF_TEN[word]}}}"
-    return factor + (r"\text{" if opening and not closing else "" if opening else closing or "")
-
-
-def _repeating(match: re.Match) -> str:
-    whole, decimals, repeated = match.groups()
-    value = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals))
-    value += Fraction(f"{whole or 0}.{decimals}0")
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-# What math-verify cannot read, or reads as something else, with a case each.
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        ("[\u00bc-\u00be\u2150-\u215e]", lambda m: r"\frac{%s}{%s}" % tuple(_nfkc(m).split("\u2044"))),  # "3\u00bd"
-        ("[\u00b2\u00b3\u00b9\u2070-\u207c]+", lambda m: f"^{{{_nfkc(m)}}}"),  # "x\u00b2", "10\u207b\u00b2"
-        ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),
-        ("\u221a(\\d+)", r"\\sqrt{\1}"),  # "\u221a12"
-        ("(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1}"),  # "\u221a(5)"
-        (r"(?<=\d)(?:\\[,! ]|\{,\})(?=\d{3}(?!\d))", ""),  # "10\,000"
-        (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
-        (r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~", " "),  # "50\, \%"
-        (r"\s+", " "),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
-        ("\\\\\\$|[$`\u20ac\u00a3]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
-        (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
-        (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
-        (r"(?<=\d) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" != "22"
-        (r"\\lbrace ?", r"\\{"),  # "\lbrace 1,2\rbrace"
-        (r" ?\\rbrace", r"\\}"),
-        (r"\\langle", "("),  # "\langle 1, 2\rangle"
-        (r"\\rangle", ")"),
-        (r"\\varnothing", r"\\emptyset"),
-        (r"(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
-        (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # "3 1/2"
-        (r"^(-?\d{1,3}(?: \d{3})+)$", lambda m: m[1].replace(" ", "")),  # "12 000"
-        (r"^\((\w), ?(\w)\) ?= ?\(([^(),]*),([^(),]*)\)$", r"\1=\3,\2=\4"),  # "(a,b)=(1,2)" == "(b,a)=(2,1)"
-        (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\cdot 10^{\1}"),  # "1.5e-3"
-        (r" ?(\\text ?\{)? ?\b(hundred|thousand|million|billion|trillion|dozen)\b ?(\})?", _number_word),
-        (r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?", r"\\%"),
-        (r"^(.*)\\%$", r"\\frac{\1}{100}"),  # "33\frac{1}{3}\%"
-        (r",? ?(?:\\text ?\{ ?and ?\}|\band\b)", ","),
-        (r",? ?(?:\\text ?\{ ?or ?\}|\bor\b) ?", r"\\lor "),
-        (r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree(?![a-zA-Z])", r"\\deg"),
-        (r"^([^\\]|\\(?!sin|cos|tan|cot|sec|csc))*$", lambda m: m[0].replace(r"\deg", "")),  # "45\u00b0"
-        (r"([\d.]+) ?\\deg", r"(\1\\cdot \\frac{\\pi}{180})"),  # "\sin 30^\circ"
-        (r"[ .,;:]+$", ""),  # "7."
-    ]
-]
 
 
 def _nfkc(match: re.Match) -> str:
     return unicodedata.normalize("NFKC", match[0])
 
 
-# Words of one unit on a line; what follows ":" is how it is written out of others.
-_UNITS = {
-    word: line.partition(":")[2].split() or [line.strip().split("|")[0]]
-    for line in """mm|millimeter|millimetre
-        cm|centimeter|centimetre
-        m|meter|metre
-        km|kilometer|kilometre
-        in|inch|inche
-        ft|foot|feet
-        yd|yard
-        mi|mile
-        g|gram
-        kg|kilogram
-        lb|pound
-        oz|ounce
-        sec|second|s
-        min|minute
-        hour|hr|h
-        day
-        week
-        month
-        year|yr
-        l|liter|litre
-        ml|milliliter
-        N|newton
-        J|joule
-        W|watt
-        dollar
-        cent
-        am
-        pm
-        radian|rad
-        deg|degree
-        square|sq|2
-        cubic|cu|3
-        /|per
-        mph: mi / hour""".splitlines()
-    for word in line.partition(":")[0].strip().split("|")
-}
+def _number_word(match: re.Match) -> str:
+    factor = f"10^{{{_POWERS[match[2]]}}}" if match[2] in _POWERS else "12"
+    return rf"\cdot {factor}" + (match[1] or "")
+
+
+def _repeating(match: re.Match) -> str:
+    whole, decimals, repeated = match.groups()
+    value = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)) + Fraction(f"{whole}.{decimals}0")
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+# Signs that math-verify does not know, and what it does.
+_SIGNS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
+_SIGNS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
+_SIGNS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
+_SIGNS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
+_SIGNS = dict(zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True))
+# What it cannot read, or reads as something else, with a case each.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        ("[\u00bc-\u00be\u2150-\u215e]", lambda m: "\\frac{{{}}}{{{}}}".format(*_nfkc(m).split("\u2044"))),  # "3\u00bd"
+        ("[\u00b2\u00b3\u00b9\u2070-\u207c]+", lambda m: f"^{{{_nfkc(m)}}}"),  # "10\u207b\u00b2"
+        ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
+        ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
+        (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
+        (r"(?<=\d)(?:\\[,! ]|\{,\})(?=\d{3}(?!\d))", ""),  # "10\,000"
+        (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
+        (r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s+", " "),  # "50\, \%"
+        (r"  +", " "),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
+        ("\\\\\\$|[$`\u00a2-\u00a5\u20ac]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
+        (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
+        (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
+        (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
+        (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
+        (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # "3 1/2"
+        (r"^-?\d{1,3}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),  # "12 000"
+        (r"^\((\w), ?(\w)\) ?= ?\(([^(),]*),([^(),]*)\)$", r"\1=\3,\2=\4"),  # "(a,b)=(1,2)" == "(b,a)=(2,1)"
+        (r"^\\\{ ?\w ?(?:\\mid|[:|])(.*)\\\}$", r"\1"),  # "\{x \mid x > 2\}"
+        (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\cdot 10^{\1}"),  # "1.5e-3"
+        (rf" ?(\\text ?\{{ ?)?{_NUMBER_WORD}", _number_word),  # "1.5 million", "7\text{ million people}"
+        (r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?", r"\\%"),
+        (r"^(.*)\\%$", r"\\frac{\1}{100}"),  # "33\frac{1}{3}\%"
+        (r",? ?(?:\\text ?\{ ?and ?\}|\band\b)", ","),
+        (r",? ?(?:\\text ?\{ ?or ?\}|\bor\b) ?", r"\\lor "),
+        (r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree(?![a-zA-Z])", r"\\deg "),
+        (r"^(?:[^\\]|\\(?!sin|cos|tan|cot|sec|csc))*$", lambda m: m[0].replace(r"\deg", "")),  # "45\u00b0"
+        (r"([\d.]+) ?\\deg", r"(\1\\cdot \\frac{\\pi}{180})"),  # "\sin 30^\circ"
+        (r"[ .,;:]+$", ""),  # "7."
+    ]
+]
+
+_UNITS = {}  # a word of a unit: the words that stand for it
+for _names, _, _others in map(
+    lambda group: group.partition("="),
+    """mm|millimeter cm|centimeter m|meter|metre km|kilometer in|inch|inche ft|foot|feet yd|yard mi|mile mg g|gram
+    kg|kilogram lb|pound oz|ounce sec|second|s min|minute hour|hr|h day week month year|yr l|liter|litre ml gallon
+    N|newton J|joule W|watt dollar cent euro am pm radian degree square|sq|2 cubic|cu|3 /|per mph=mi,/,hour""".split(),
+):
+    _UNITS |= {name: _others.split(",") if _others else [_names.split("|")[0]] for name in _names.split("|")}
+_UNIT_TEXT = re.compile(r"\\text ?\{[^{}]*\}")
 _UNIT = re.compile(
-    r"(?:(?<=[0-9})\]!])|(?<=\\pi)) ?((?:(?:\\text ?\{[^{}]*\}|[A-Za-z]{2,}(?![A-Za-z]))(?:\^\{?[23]\}?)?(?:[ ./]|\\cdot(?![a-z]))*)+)$"
+    r"(?:(?<=[0-9})\]!])|(?<=\\pi)) ?"
+    rf"((?:(?:{_UNIT_TEXT.pattern}|[A-Za-z]{{2,}}(?![A-Za-z]))(?:\^\{{?[23]\}}?)?(?:[ ./]|\\cdot(?![a-z]))*)+)$"
 )
-_BARE_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod)\b)[A-Za-z]{4,}")
+_BARE_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|sqrt|mod)\b)[A-Za-z]{4,}")
+_INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z])")
 
 
 def _rewrite(text: str) -> tuple[str, dict]:
     """A text for math-verify, and what it would not see there: unit, base, kind of brackets, variables."""
-    for pattern, replacement in _REWRITES[:5]:
-        text = pattern.sub(replacement, text)
     marks = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
-    text = text.translate(_CHARACTERS)
-    for pattern, replacement in _REWRITES[5:]:
+    for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     if match := _UNIT.search(text):
-        tokens = re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1]))
-        units = [_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) for word in tokens]
-        bare = _BARE_WORD.sub("", re.sub(r"\\text ?\{[^{}]*\}", "", match[1]))
+        bare = _BARE_WORD.sub("", _UNIT_TEXT.sub("", match[1]))
         if all(word in _UNITS for word in re.findall("[A-Za-z]+", bare)):
             text = text[: match.start()].rstrip()
-            if all(units):
-                marks["unit"] = sorted(token for unit in units for token in unit)
+            words = re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1]))
+            units = [_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) for word in words]
+            if all(units):  # "3 hours" != "3 minutes"
+                marks["unit"] = sorted(word for unit in units for word in unit)
     if match := re.search(r"\d_\{?(\d+)\}?$", text):  # "101_2" != "101_3"
         marks["base"] = match[1]
     if text.count(":") > 1:  # "2:3:4" != "2:4:3"
@@ -372,33 +324,33 @@ def _rewrite(text: str) -> tuple[str, dict]:
     if match := re.fullmatch(r"(\\\{|[(\[])[^()\[\]]*,[^()\[\]]*(?:\\\}|[)\]])", text):  # "(1,2)" != "\{1,2\}"
         marks["brackets"] = match[1] == r"\{"
     if _INEQUALITY.search(text):  # "x > 3" != "y > 3"
-        marks["variables"] = set(re.findall("[A-Za-z]", _COMMAND.sub("", text)))
+        marks["variables"] = _variables(text)
     return text, marks
 
 
-_INEQUALITY = re.compile(r"[<>]|\\[lg]eq?(?:slant)?(?![a-z])|\\neq?(?![a-z])")
-
-
-def _parse(passage: str | None) -> list:
+def _parse(passage: str) -> list:
     """What math-verify finds in a passage."""
     from math_verify import grader, parse, parser
 
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limits are ours
-    return [] if passage is None else parse(passage, parsing_timeout=None)
+    return parse(passage, parsing_timeout=None)
 
 
 def _parse_rewritten(text: str) -> list:
     """What math-verify makes of a whole rewritten text."""
     from sympy import FiniteSet, Intersection, Union
+    from sympy.core.relational import Relational
 
     if not text or _BARE_WORD.search(re.sub(r"\\(?:text|begin|end) ?\{[^{}]*\}", "", text)):
         return []
     try:
         if text.count(r"\pm") == 1 and "," not in text:  # "\frac{1 \pm \sqrt{5}}{2}"
             return [FiniteSet(*[_parse_latex(text.replace(r"\pm", sign)) for sign in "+-"])]
-        if _INEQUALITY.search(text):  # "1 > x > 0", "x < -1 or x > 1" == "(-\infty,-1)\cup(1,\infty)"
-            alternatives = [part.split(",") for part in text.split(r"\lor")]
-            return [Union(*[Intersection(*map(_solutions, parts)) for parts in alternatives])]
+        if _INEQUALITY.search(text) and len(_variables(text)) == 1:  # "1 > x > 0", "x < -1 or x > 1"
+            alternatives = [map(_parse_latex, part.split(",")) for part in text.split(r"\lor")]
+            # atoms: a chain is an And of the parser's own, which has no solutions itself
+            relations = [[each for part in parts for each in part.atoms(Relational)] for parts in alternatives]
+            return [Union(*[Intersection(*[each.as_set() for each in parts]) for parts in relations])]
         return [_parse_latex(text.replace(r"\lor", ","))]
     except MemoryError:
         raise
@@ -416,12 +368,8 @@ def _parse_latex(text: str):
     return parse_latex_cached(normalize_latex(text, config))
 
 
-def _solutions(text: str):
-    from latex2sympy2_extended.logic import And
-    from sympy import Intersection
-
-    relation = _parse_latex(text)
-    return Intersection(*[part.as_set() for part in (relation.args if isinstance(relation, And) else [relation])])
+def _variables(text: str) -> set[str]:
+    return set(re.findall("[A-Za-z]", _COMMAND.sub("", text)))
 
 
 def _agree(answers: list, golds: list) -> bool:
@@ -451,16 +399,14 @@ def _same_value(a, b) -> bool | None:
     """
     from sympy import E, Float, I, Rational, Symbol, UnevaluatedExpr, log, zoo
 
-    if any(
-        (isinstance(side, Symbol) and side.name != "i") or side.has(UnevaluatedExpr) for side in (a, b)
-    ):  # \text{yes}, 50\%
-        return None
+    if any((isinstance(side, Symbol) and len(side.name) > 1) or side.has(UnevaluatedExpr) for side in (a, b)):
+        return None  # \text{yes}, 50\%
     a, b = (side.xreplace({symbol: I for symbol in side.free_symbols if symbol.name == "i"}).doit() for side in (a, b))
     # math-verify's parser makes logarithms with a base that sympy evaluates as if they had none.
     a, b = (side.replace(log, lambda x, base=E: log(x) / log(base)) for side in (a, b))
-    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
     if a.is_Rational and b.is_Rational:
         return a == b
+    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
     smallest, largest = (1e-14, 1e-5) if a.has(Float) or b.has(Float) else (1e-30, 1e-30)
     for sign in (1, -1):
         points = {name: sign * Rational(7919 + 1047 * i, 6007) for i, name in enumerate(names)}

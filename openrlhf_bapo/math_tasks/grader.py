@@ -3,13 +3,13 @@
     submit --> plain comparison in the calling thread --> first attempts --> second attempts --> Grade
 
 A thread for each worker sends it one answer at a time and waits for the outcome. A worker imports math-verify once and
-forks a child that compares: the kernel's timer ends the child even inside a C call that does not return, such as a power
-of big integers, and the next child is there at once.
+forks a child that compares: the kernel's timer ends the child even inside a C call that does not return, such as a
+power of big integers, and the next child is there at once.
 
-Nobody waits behind a row of hostile answers. The first attempt at an answer gets a fifth of the time limit, which is
-plenty for all but the rarest. Those that do not finish start over with the whole limit when no first attempt waits,
-and one worker, where there are several, is kept free of them. So with one worker four hostile answers hold up the next
-ordinary one for four fifths of the limit, or for one limit when second attempts have begun.
+Nobody waits behind a row of hostile answers. The first attempt at an answer gets a fifth of the time limit, plenty for
+all but the rarest. What does not finish starts over with the whole limit when no first attempt waits. So an ordinary
+answer that finds one worker and four hostile answers before it waits for four fifths of the limit, or for one limit
+where a second attempt has begun, and not for four.
 """
 
 import ctypes
@@ -18,15 +18,15 @@ import json
 import logging
 import mmap
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import NoReturn, TextIO
 
 from openrlhf_bapo.math_tasks.answers import Answer, find_answer, find_gold, is_equal, is_plainly_equal
@@ -51,11 +51,8 @@ def failure_logs(grades: Sequence[Grade]) -> dict[str, list[float]]:
 
 @dataclass
 class _Task:
-    """An answer on its way, and whether this is its second attempt."""
-
     answer: Answer
     gold: str
-    is_second: bool = False
     grade: "Future[Grade]" = field(default_factory=Future)
 
 
@@ -77,13 +74,10 @@ class MathGrader:
         """Answers that ran into the time limit so far; each counts as wrong."""
         self.crashes = 0
         """Answers at which a worker ended or ran out of memory so far; each counts as wrong."""
-        self._changed = threading.Condition()  # guards what follows
-        self._first: deque[_Task] = deque()
-        self._second: deque[_Task] = deque()
+        self._lock = threading.Lock()  # guards what follows, and the counts
+        self._tasks = queue.PriorityQueue()  # of (attempt, number, task)
         self._threads: list[threading.Thread] = []
-        self._workers: list[subprocess.Popen] = []
-        self._num_idle = self._num_at_second = 0
-        self._epoch = 0  # the number of calls of close(); a thread of an earlier one ends
+        self._workers: set[subprocess.Popen] = set()
 
     def grade(self, responses: Sequence[str], golds: Sequence[str]) -> list[Grade]:
         """The grades of responses, each against its gold answer; returns when all are there."""
@@ -97,89 +91,66 @@ class MathGrader:
         if plainly is not None:
             task.grade.set_result(Grade(plainly))
             return task.grade
-        with self._changed:
-            self._first.append(task)
-            if self._num_idle < len(self._first) and len(self._threads) < self.num_workers:
-                thread = threading.Thread(target=self._work, args=[self._epoch], daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify_all()
+        with self._lock:
+            self._tasks.put((1, next(_numbers), task))
+            if len(self._threads) < self.num_workers:
+                self._threads.append(threading.Thread(target=self._work, args=[self._tasks], daemon=True))
+                self._threads[-1].start()
         return task.grade
 
     def close(self) -> None:
         """End the workers; what they are at counts as crashed. A later call starts new ones."""
-        with self._changed:
-            self._epoch += 1
-            waiting, threads = [*self._first, *self._second], self._threads
-            self._first, self._second, self._threads = deque(), deque(), []
+        with self._lock:
+            tasks, self._tasks = self._tasks, queue.PriorityQueue()
+            threads, self._threads = self._threads, []
             for worker in self._workers:
                 worker.kill()
-            self._changed.notify_all()
-        for task in waiting:
-            self._finish(task, "crash")
+        for _ in threads:
+            tasks.put((3, next(_numbers), None))
         for thread in threads:
             thread.join()
 
-    def _work(self, epoch: int) -> None:
-        # The life of a thread: it owns one worker, and replaces it when it has ended.
+    def _work(self, tasks: queue.PriorityQueue) -> None:
+        # The life of a thread until close() has put None: it owns one worker, and replaces it when it has ended.
         worker = None
-        while task := self._next_task(epoch):
-            if worker is None or worker.poll() is not None:
-                worker = self._start_worker(worker)
-            outcome = _ask(worker, task, self.time_limit if task.is_second else self.time_limit / 5)
-            with self._changed:
-                self._num_at_second -= task.is_second
-                is_put_off = outcome == "timeout" and not task.is_second and self._epoch == epoch
-                if is_put_off:
-                    task.is_second = True
-                    self._second.append(task)
-                self._changed.notify_all()
-            if not is_put_off:
-                self._finish(task, outcome)
-        if worker is not None:
-            self._end_worker(worker)
+        while True:
+            attempt, _, task = tasks.get()
+            if task is None or worker is None or worker.poll() is not None:
+                worker = self._replace(worker, tasks)
+            if task is None:
+                return
+            outcome = worker and _ask(worker, task, self.time_limit / 5 if attempt == 1 else self.time_limit)
+            with self._lock:
+                if outcome == "timeout" and attempt == 1 and tasks is self._tasks:
+                    tasks.put((2, next(_numbers), task))
+                    continue
+            self._finish(task, outcome or "crash")
 
-    def _next_task(self, epoch: int) -> _Task | None:
-        # Waits for one; None after close().
-        with self._changed:
-            while self._epoch == epoch:
-                if self._first:
-                    return self._first.popleft()
-                if self._second and self._num_at_second < max(1, self.num_workers - 1):
-                    self._num_at_second += 1
-                    return self._second.popleft()
-                self._num_idle += 1
-                self._changed.wait()
-                self._num_idle -= 1
-        return None
-
-    def _start_worker(self, ended: subprocess.Popen | None) -> subprocess.Popen:
+    def _replace(self, ended: subprocess.Popen | None, tasks: queue.PriorityQueue) -> subprocess.Popen | None:
         if ended is not None:
-            self._end_worker(ended)
-        # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
-        # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
-        worker = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(self.memory_limit)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with self._changed:
-            self._workers.append(worker)
-        return worker
-
-    def _end_worker(self, worker: subprocess.Popen) -> None:
-        with self._changed:
-            self._workers.remove(worker)
-        worker.kill()
-        worker.communicate()
+            ended.kill()
+            ended.communicate()
+        with self._lock:
+            self._workers.discard(ended)
+            if tasks is not self._tasks:  # closed
+                return None
+            # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
+            # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
+            worker = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self.memory_limit)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._workers.add(worker)
+            return worker
 
     def _finish(self, task: _Task, outcome: str) -> None:
         if outcome in ("equal", "different"):
             task.grade.set_result(Grade(outcome == "equal"))
             return
-        with self._changed:
+        with self._lock:
             self.timeouts += outcome == "timeout"
             self.crashes += outcome == "crash"
             num_failures = self.timeouts + self.crashes
@@ -191,22 +162,21 @@ class MathGrader:
         task.grade.set_result(Grade(False, outcome))
 
 
-def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str:
-    # "equal", "different", "timeout" or "crash".
-    number = next(_task_numbers)
-    answer = [task.answer.text, task.answer.passage, task.gold]
+_numbers = itertools.count(1)
+
+
+def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
+    # "equal", "different", "timeout" or "crash"; None where the worker has ended.
+    number = next(_numbers)
     try:
-        print(json.dumps([number, seconds, *answer]), file=worker.stdin, flush=True)
+        print(json.dumps([number, seconds, *astuple(task.answer), task.gold]), file=worker.stdin, flush=True)
     except BrokenPipeError:
-        return "crash"
+        return None
     for line in worker.stdout:
         answered, outcome = line.split()
         if int(answered) == number:
             return outcome
-    return "crash"
-
-
-_task_numbers = itertools.count(1)
+    return None
 
 
 # In a worker ---------------------------------------------------------------------------------------------------------
