@@ -58,7 +58,8 @@ def extract_answer(response: str) -> str | None:
         return answer and answer.text
     text, _ = _rewrite(answer.text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.rpartition("=")[2]).strip(" .")
-    parts = ["".join(part.split()) for part in ([text] if re.search(r"[(\[]|\\\{", text) else text.split(","))]
+    is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
+    parts = ["".join(part.split()) for part in ([text] if is_one else text.split(","))]
     values = [_fraction(part) for part in parts]
     parts = [part if value is None else str(value) for part, value in zip(parts, values, strict=True)]
     return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
@@ -132,9 +133,7 @@ def _boxed(text: str) -> str | None:
             stack.append((match.start() if len(match[0]) > 1 else None, match.end()))
         elif match[0] == "}" and stack:
             start, content = stack.pop()
-            if start is not None:
-                while boxes and boxes[-1][0] > start:
-                    boxes.pop()  # boxed within this box
+            if start is not None and not (boxes and boxes[-1][0] > start):  # a box within this one
                 boxes.append((start, content, match.start()))
     opened = max((start for start, _ in stack if start is not None), default=-1)
     if not boxes or opened > boxes[-1][0]:
@@ -220,8 +219,11 @@ _QUALIFIER = re.compile(
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
-# "2\binom{6}{3}" != "22".
-_MISREAD = re.compile(_NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom")
+# "2\binom{6}{3}" != "22", "\ln(2)^2" != "2\ln 2".
+_MISREAD = re.compile(
+    _NUMBER_WORD
+    + r"|[^\0-\x7f]|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?\^|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+)
 
 
 def _words(text: str) -> str:
@@ -267,6 +269,7 @@ _REWRITES = [
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
         ("\\\\\\$|[$`\u00a2-\u00a5\u20ac]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
         (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
+        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=\^)", r"(\1)"),  # "\ln(2)^2"
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
         (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
