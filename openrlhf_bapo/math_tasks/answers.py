@@ -221,8 +221,8 @@ _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
 # "2\binom{6}{3}" != "22", "\ln(2)^2" != "2\ln 2".
 _MISREAD = re.compile(
-    _NUMBER_WORD
-    + r"|[^\0-\x7f]|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?\^|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+    _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+    r"|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?\^"
 )
 
 
