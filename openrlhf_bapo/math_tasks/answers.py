@@ -210,11 +210,12 @@ def is_equal(answer: Answer, gold: str) -> bool:
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
-_IS_WORDS = re.compile(r"[^\d\\]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[^\d\\]*$")
+_IS_WORDS = re.compile(r"[A-Za-z ,.'-]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[A-Za-z ,.'-]*$")
 _CHOSEN = re.compile(r"(?:option |choice )?\(?([A-Z])(?:\)|[.:](?!\S)|$)", re.IGNORECASE)
 _QUALIFIER = re.compile(
     r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|except|up to"
-    r"|(?:more|less|fewer|greater|other) than)\b"
+    r"|(?:more|less|fewer|greater|other) than)\b",
+    re.IGNORECASE,
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
@@ -229,7 +230,7 @@ _MISREAD = re.compile(
 def _words(text: str) -> str:
     text = _TEXT.sub(r"\1", text.replace("$", " ").replace("**", "").replace("\\ ", " "))
     text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
-    return text.lower() if re.search(r"[A-Za-z]{3}|^[Nn]o$", _COMMAND.sub("", text)) else text
+    return text.lower() if re.fullmatch(r"[Nn]o|[\w ,.'-]*[A-Za-z]{3}[\w ,.'-]*", text) else text
 
 
 def _nfkc(match: re.Match) -> str:

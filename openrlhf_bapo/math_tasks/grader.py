@@ -137,7 +137,7 @@ class MathGrader:
             # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
             # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
             worker = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self.memory_limit)],
+                [sys.executable, "-m", __name__, str(os.getpid()), str(self.memory_limit)],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -185,12 +185,12 @@ _TASKS_OF_A_CHILD = 1000  # after which what they have left in memory goes with 
 _PIPE_ENDED = 3
 
 
-def _serve(memory_limit: int) -> None:
+def _serve(grader: int, memory_limit: int) -> None:
     """Answer on stdout what stdin asks, until the grader's process closes the pipe or ends.
 
     A child compares; when it dies, the next one is there at once, with math-verify imported.
     """
-    _end_with_parent()
+    _end_with(grader)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader's process, which ends this one
     outcomes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -200,11 +200,119 @@ def _serve(memory_limit: int) -> None:
         with open("/proc/self/statm") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    worker = os.getpid()
     at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's task, 0 for none
     while True:
         child = os.fork()
         if child == 0:
-            _end_with_parent()
+            _end_with(worker)
+            _compare(outcomes, at_work)
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if exit_code == _PIPE_ENDED:
+            return
+        if at_work[0]:
+            print(at_work[0], "timeout" if exit_code == -signal.SIGALRM else "crash", file=outcomes, flush=True)
+            at_work[0] = 0
+
+
+def _compare(outcomes: TextIO, at_work: memoryview) -> NoReturn:
+    code = 1
+    try:
+        for _ in range(_TASKS_OF_A_CHILD):
+            line = sys.stdin.readline()
+            if not line:
+                code = _PIPE_ENDED
+                break
+            at_work[0], seconds, text, passage, gold = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel ends this process, even in a C call
+            outcome = "equal" if is_equal(Answer(text, passage), gold) else "different"
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(at_work[0], outcome, file=outcomes, flush=True)
+            at_work[0] = 0
+    finally:
+        os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    # Elsewhere than on Linux a worker ends when its pipe does, and its child with the timer.
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before
+            os._exit(1)
+
+
+if __name__ == "__main__"`.
+            worker = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid()), str(self.memory_limit)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._workers.add(worker)
+            return worker
+
+    def _finish(self, task: _Task, outcome: str) -> None:
+        if outcome in ("equal", "different"):
+            task.grade.set_result(Grade(outcome == "equal"))
+            return
+        with self._lock:
+            self.timeouts += outcome == "timeout"
+            self.crashes += outcome == "crash"
+            num_failures = self.timeouts + self.crashes
+        if num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+            _logger.warning(
+                "%d answers ran into the time limit of %g s and %d ended their worker; they count as wrong",
+                *(self.timeouts, self.time_limit, self.crashes),
+            )
+        task.grade.set_result(Grade(False, outcome))
+
+
+_numbers = itertools.count(1)
+
+
+def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
+    # "equal", "different", "timeout" or "crash"; None where the worker has ended.
+    number = next(_numbers)
+    try:
+        print(json.dumps([number, seconds, *astuple(task.answer), task.gold]), file=worker.stdin, flush=True)
+    except BrokenPipeError:
+        return None
+    for line in worker.stdout:
+        answered, outcome = line.split()
+        if int(answered) == number:
+            return outcome
+    return None
+
+
+# In a worker ---------------------------------------------------------------------------------------------------------
+
+_TASKS_OF_A_CHILD = 1000  # after which what they have left in memory goes with it
+_PIPE_ENDED = 3
+
+
+def _serve(grader: int, memory_limit: int) -> None:
+    """Answer on stdout what stdin asks, until the grader's process closes the pipe or ends.
+
+    A child compares; when it dies, the next one is there at once, with math-verify imported.
+    """
+    _end_with(grader)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader's process, which ends this one
+    outcomes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for answer, gold in ((r"\frac{1}{\sqrt{2}}+x^2", r"\frac{\sqrt{2}}{2}+x"), (r"\{1\}", "(0,1]"), ("x>1", "(a,b)")):
+        is_equal(Answer(answer, f"\\boxed{{{answer}}}"), gold)  # imports and fills caches, where no time limit runs
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    worker = os.getpid()
+    at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's task, 0 for none
+    while True:
+        child = os.fork()
+        if child == 0:
+            _end_with(worker)
             _compare(outcomes, at_work)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if exit_code == _PIPE_ENDED:
@@ -240,4 +348,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(*map(int, sys.argv[1:]))
