@@ -300,8 +300,9 @@ def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
         pool.add([Group(empty.samples, empty.rewards), no_samples, only_prompts, equal, make_group()])
         metrics = pool.metrics()
         assert (metrics["replay/groups_added"], metrics["replay/groups_skipped"]) == (num_kept, 5 - num_kept)
-    for group in (Group(empty.samples, empty.rewards), no_samples, only_prompts):
+    for group in (Group(empty.samples, empty.rewards), only_prompts):
         assert group.oldest_version == 2**31 - 1 and group.mean_abs_advantage == 0
+    assert no_samples.oldest_version == 2**31 - 1
     assert empty.num_action_tokens == no_samples.num_action_tokens == only_prompts.num_action_tokens == 0
 
 
