@@ -220,7 +220,7 @@ _QUALIFIER = re.compile(
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
-# "2\binom{6}{3}" != "22", "\ln(2)^2" != "2\ln 2".
+# "2\binom{6}{3}" != "22", "\ln{(2)}^2" != "\ln 4".
 _MISREAD = re.compile(
     _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
     r"|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?[\^\w\\(]"
@@ -268,7 +268,7 @@ _REWRITES = [
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
         ("\\\\\\$|[$`\u00a2-\u00a5\u20ac]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
         (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
-        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=[\^\w\\(])", r"(\1)"),  # "\ln(2)^2"
+        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=[\^\w\\(])", r"(\1)"),  # "\ln{(2)}^2"
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
         (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
