@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pipeline
@@ -220,7 +219,7 @@ def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
     port = pipeline.free_port()
     server = ["bash", "scripts/serve_math_reward.sh", "--host", "127.0.0.1", "--port", str(port)]
     with pipeline.running(server, log := tiny / "math_server.log") as process:
-        pipeline.wait_until(answers(f"http://127.0.0.1:{port}/health"), process, log)
+        pipeline.wait_until(lambda: all_answer(f"http://127.0.0.1:{port}/health"), process, log)
         (metrics,) = run_tiny("qwen7b", tiny, "qwen7b", REWARD=f"http://127.0.0.1:{port}/get_reward")
     assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
     assert metrics["graded_timeouts"] == metrics["graded_crashes"] == 0
@@ -264,9 +263,11 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
         "vllm.sync_backend": "gloo",
     }
     try:
-        log, health = tiny / "head.log", f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
-        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, log) as process:
-            pipeline.wait_until(answers(health), process, log)  # it is the agent that runs jobs
+        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, tiny / "head.log") as process:
+            # The dashboard takes jobs, and its agent runs them; any of the three may be the last to answer.
+            paths = {dashboard: "api/version", agent: "api/local_raylet_healthz", port: "openapi.json"}
+            urls = [f"http://127.0.0.1:{number}/{path}" for number, path in paths.items()]
+            pipeline.wait_until(lambda: all_answer(*urls), process, tiny / "head.log")
             steps = run_tiny(
                 "async_partial",
                 tiny,
@@ -287,12 +288,8 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     assert steps[0]["replay/groups_sampled"] == 0 < max(step["replay/groups_sampled"] for step in steps)
 
 
-def answers(url: str) -> Callable[[], bool]:
-    """Whether a server does, for `pipeline.wait_until`."""
-
-    def ask() -> bool:
-        with contextlib.suppress(OSError):
-            return bool(urllib.request.urlopen(url, timeout=5))
-        return False
-
-    return ask
+def all_answer(*urls: str) -> bool:
+    """Whether these servers do, for `pipeline.wait_until`."""
+    with contextlib.suppress(OSError):
+        return all(urllib.request.urlopen(url, timeout=5) for url in urls)
+    return False
