@@ -240,12 +240,13 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
     Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tiny / "reward_model")
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tiny / "reward_model")
-    gcs, dashboard, agent, port = (pipeline.free_port() for _ in range(4))
+    gcs, dashboard, agent, client, port = (pipeline.free_port() for _ in range(5))
     # Sockets need short paths, and a cluster of our own its own folder.
     temporary = Path(f"/tmp/openrlhf-bapo-{gcs}")
     head = [BIN / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
     head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
-    head += [f"--temp-dir={temporary}"]
+    # The whole head ends when its client server does not get its port, 10001 unless told.
+    head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
     server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     # What only this test wants: a longer run with replay, and what a run on the CPU needs if it joins a cluster.
