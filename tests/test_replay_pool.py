@@ -208,6 +208,14 @@ def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first
     assert uids(pool.sample(9, 1)) == [2]
 
 
+def test_settings_at_the_edge_of_what_is_allowed_are_taken():
+    least = dict(ratio=0.0, capacity=1, max_staleness=0, max_reuse=1)
+    for seed in (0, 2**63 - 1):
+        pool = ReplayPool(ReplayConfig(**least, seed=seed))
+        pool.add([make_group()])
+        assert len(pool.sample(1, 0)) == 1
+
+
 def test_the_settings_are_those_of_the_readme_unless_given():
     assert asdict(ReplayConfig()) == {
         "ratio": 0.0,
@@ -387,6 +395,7 @@ def test_a_group_that_cannot_be_is_refused():
         (dict(max_reuse=0), "max_reuse 0 is not allowed; it must be at least 1"),
         (dict(strategy="best"), f"strategy 'best' is not allowed; it must be one of {STRATEGIES}"),
         (dict(seed=-1), "seed -1 is not allowed; it must be at least 0 and below 2**63"),
+        (dict(seed=2**63), f"seed {2**63} is not allowed; it must be at least 0 and below 2**63"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
