@@ -295,6 +295,12 @@ def test_mean_abs_advantage_is_over_action_tokens():
     assert Group(group.samples, group.rewards).mean_abs_advantage == pytest.approx((1 + 2 + 3 * 3) / 5)
 
 
+def test_a_group_of_one_sample_and_one_token_is_weighed_by_it_and_tells_nothing():
+    group = make_group(num_samples=1, num_tokens=2, advantage=3.0)
+    assert group.num_action_tokens == 1 and group.mean_abs_advantage == 3.0
+    assert not group.is_informative
+
+
 def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
     empty = make_group()
     for sample in empty.samples:
