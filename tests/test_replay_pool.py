@@ -245,6 +245,17 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
     assert (draws(3) == draws(4)) == (strategy in ("newest", "oldest"))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "order"), [("newest", [3, 0, 4, 2, 1]), ("oldest", [1, 2, 4, 0, 3])], ids=["newest", "oldest"]
+)
+def test_newest_and_oldest_draw_by_version_and_of_equal_ones_by_arrival(strategy, order):
+    pool = ReplayPool(ReplayConfig(strategy=strategy, max_staleness=99, max_reuse=2))
+    pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 3, 2)))
+    assert uids(pool.sample(3, 3)) == order[:3]
+    assert pool.metrics()["replay/reuse_mean"] == 3 / 5
+    assert uids(pool.sample(9, 3)) == order
+
+
 def test_uniform_draws_every_group_equally_often():
     pool = filled(ReplayConfig(max_reuse=10**6, max_staleness=99), 8)
     counts = Counter(uid for _ in range(4000) for uid in uids(pool.sample(2, 4)))
