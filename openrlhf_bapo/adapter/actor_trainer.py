@@ -156,7 +156,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
         def setup_dynamic_batch(strategy) -> None:
             planned = strategy.args.rollout.batch_size
-            strategy.args.rollout.batch_size = planned * (2 + math.ceil(strategy.args.replay.ratio))
+            strategy.args.rollout.batch_size = planned * (1 + math.ceil(strategy.args.replay.ratio))
             try:
                 upstream(strategy)
             finally:
@@ -198,16 +198,14 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         mm_inputs = {}
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
-        self.actor.eval()
-        log_probs = self.actor(
+        self.actor.eval()  # training_step puts it back
+        return self.actor(
             experience.sequences,
             experience.action_mask,
             attention_mask=experience.attention_mask,
             ring_attn_group=self.strategy.ring_attn_group,
             **mm_inputs,
         )
-        self.actor.train()
-        return log_probs
 
 
 class _Timer:

@@ -83,7 +83,7 @@ class BapoPolicyLoss(PolicyLoss):
         if not self.token_level_loss and self.clip_config.target_kind == "share":
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
         if self.token_weight == "rollout_prob":
-            weight = torch.where(action_mask > 0, weight * old_log_probs.exp(), 0.0)
+            weight = weight * old_log_probs.exp()
         return tally_contributions(ratio, advantages, weight, self.clip_config)
 
     def forward(
