@@ -13,8 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -278,15 +280,27 @@ def running(command: list[str], log: Path, **environment):
             yield process
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, 15)
-                process.wait(30)
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(60)
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = 300) -> None:
+    """Until something has happened; an error with the log's end if the process ends first, or the time does."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None and time.monotonic() < end, f"{process.args}:\n{log.read_text()[-3000:]}"
+        time.sleep(0.2)
 
 
 def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
     with running([sys.executable, *command, *argv], log, **env) as process:
-        code = process.wait(300)
+        code = process.wait(600)
     output = log.read_text()
     assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"
     return output

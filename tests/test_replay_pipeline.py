@@ -1,13 +1,13 @@
-"""Replay through the real pipeline: staleness, the ratios that follow from the kept log-probs, and resuming."""
+"""Old tokens through the real pipeline: the policy that a ratio is taken against, staleness, replay and resuming."""
 
 import os
 import signal
 import sys
-import time
-from collections import Counter
 
 import pipeline
 import pytest
+import recordings
+import torch
 
 from openrlhf_bapo.adapter.flags import replay_config_from_args
 from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, pool_directory
@@ -19,9 +19,8 @@ def directory(tmp_path):
 
 
 def replay_flags(directory, **overrides) -> list[str]:
-    """Ten global steps of 16 fresh groups of 4 and as many replayed ones."""
-    return pipeline.flags(
-        directory,
+    """Ten global steps of 16 fresh groups of 4 and as many replayed ones; two micro-batches an optimizer step."""
+    flags = dict(
         policy_loss="bapo",
         data__max_samples=160,
         actor__adam__lr=3e-4,
@@ -29,8 +28,8 @@ def replay_flags(directory, **overrides) -> list[str]:
         replay__ratio=1,
         replay__max_staleness=4,
         replay__max_reuse=2,
-        **overrides,
     )
+    return pipeline.flags(directory, **flags | overrides)
 
 
 def test_flags_fill_the_pools_settings(tmp_path):
@@ -39,34 +38,97 @@ def test_flags_fill_the_pools_settings(tmp_path):
     assert (config.ratio, config.max_staleness, config.max_reuse, config.strategy) == (1.0, 4, 2, "advantage")
 
 
-def test_in_async_training_versions_come_from_the_engine_and_staleness_reaches_the_ratio(directory):
+ASYNC = dict(data__max_len=72, rollout__max_new_tokens=64, train__async_enable=True, train__async_queue_size=2)
+
+
+@pytest.mark.pipeline
+def test_async_ratios_of_fresh_and_replayed_tokens_are_against_the_weights_that_generated_them(directory):
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, replay_flags(directory, **ASYNC), "async", **recorder))
+    assert len(steps) == 10
+    assert all(step["offpolicy/mixed_versions"] == 0 for step in steps)
+    batch = recordings.trained_on(directory / "recording")
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
+    # A rollout is generated while the one before it is trained on, so every fresh token but the first ones' is stale.
+    assert batch["staleness"][batch["version"] == 1].amax() == 1
+
+
+@pytest.mark.pipeline
+def test_a_response_that_a_weight_update_fell_into_has_ratios_against_both_versions(directory):
+    recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
+    flags = replay_flags(directory, **ASYNC, train__partial_rollout_enable=True, data__max_samples=96)
+    steps = pipeline.steps(pipeline.train(directory, flags, "mixed", **recorder))
+    assert len(steps) == 6
+    batch = recordings.trained_on(directory / "recording")
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
+    mask = batch["action_mask"] > 0
+    oldest, newest = batch["versions"].masked_fill(~mask, 99).amin(-1), batch["versions"].amax(-1)
+    mixed = oldest < newest
+    assert sum(step["offpolicy/mixed_versions"] * 64 for step in steps) > 0
+    assert mixed.any() and (newest - oldest).max() == 1
+
+
+@pytest.mark.pipeline
+def test_with_gae_and_the_engines_log_probs_replayed_samples_come_back_as_they_were_made(directory):
     flags = replay_flags(
         directory,
-        data__max_len=72,
-        rollout__max_new_tokens=64,
-        train__async_enable=True,
-        train__async_queue_size=2,
+        algo__advantage__estimator="gae",
+        critic__adam__lr=1e-3,
+        offpolicy__ratio_base="rollout",
+        data__max_samples=128,
     )
-    steps = pipeline.steps(pipeline.train(directory, flags, "async"))
-    assert len(steps) == 10
-    # OpenRLHF's queue of two: what it hands over is two versions old once it is full.
-    assert any(step["offpolicy/staleness_mean"] >= 1 for step in steps)
-    stale = [step for step in steps if step["offpolicy/staleness_mean"] > 0]
-    assert any(abs(step[name] - 1) > 1e-3 for step in stale for name in step if "ratio_mean/staleness_" in name)
-    # Partial rollouts, in which they can differ: tests/test_recipes.py.
-    assert all(step["offpolicy/mixed_versions"] == 0 for step in steps)
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, flags, "gae", **recorder))
+    assert len(steps) == 8
+    assert_rewards_rise(steps)
+    assert steps[-1]["critic_loss"] > 0
+    batch = recordings.trained_on(directory / "recording")
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
+
+    of_critic = recordings.trained_on(directory / "recording", "critic")
+    for of_model, names in ((batch, ("advantages", "returns", "values")), (of_critic, ("returns", "values"))):
+        fresh, replayed = {}, []
+        for i, (version, staleness) in enumerate(zip(of_model["version"], of_model["staleness"].amax(-1), strict=True)):
+            made = int(version - staleness), tuple(of_model["sequences"][i][of_model["attention_mask"][i] > 0].tolist())
+            numbers = torch.stack([of_model[name][i][of_model["action_mask"][i] > 0] for name in names])
+            if staleness == 0:
+                fresh[made] = numbers
+            else:
+                replayed.append((made, numbers))
+        assert len(replayed) > 200
+        assert all(torch.equal(fresh[made], numbers) for made, numbers in replayed)
 
 
-def test_a_killed_run_resumes_with_its_pool_and_draws_what_it_would_have_drawn(directory, capsys):
+def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
+    """From the first two steps to the last two, by far more than the chance of 256 draws."""
+    first, last = (sum(step["rollout/reward_mean"] for step in part) / 2 for part in (steps[:2], steps[-2:]))
+    error = max(step["rollout/reward_std"] for step in steps) * (2 / 128) ** 0.5
+    assert last - first > 5 * error
+
+
+@pytest.mark.pipeline
+def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_drawn(directory, capsys):
+    # The rewards of the sixth rollout do not come before the kill.
+    waiting = directory / "waiting"
+    waiting.touch()
+    with open(directory / "reward.py", "a") as file:
+        file.write(
+            "\n\nimport itertools, os, time\n\ncalls, odd_digits = itertools.count(), reward_func\n\n\n"
+            "def reward_func(queries, prompts, labels, **kwargs):\n"
+            f"    while next(calls) >= 5 * 64 and os.path.exists({str(waiting)!r}):\n"
+            "        time.sleep(0.2)\n"
+            "    return odd_digits(queries, prompts, labels, **kwargs)\n"
+        )
     flags = replay_flags(directory, ckpt__save_steps=3, ckpt__max_num=1)
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
     log = directory / "killed.log"
-    with pipeline.running([sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags], log) as process:
-        for _ in range(600):
-            if "Global step 4" in log.read_text():
-                break
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.2)
+    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
+        pipeline.wait_until(lambda: "Global step 5" in log.read_text(), process, log)
         os.killpg(process.pid, signal.SIGKILL)
+    waiting.unlink()
 
     resume = [*flags, "--ckpt.load_enable"]
     args = pipeline.parse(resume)
@@ -74,19 +136,24 @@ def test_a_killed_run_resumes_with_its_pool_and_draws_what_it_would_have_drawn(d
     assert version == 3 and len(pool) >= 8
     pool.sample(0, version)
     num_groups = min(16, len(pool)) // 8 * 8  # whole optimizer steps of 32 samples
-    drawn = pool.sample(num_groups, version)
-    expected = Counter()
-    for sample in (sample for group in drawn for sample in group.samples):
-        expected.update((version - sample["versions"][sample["action_mask"]]).tolist())
+    drawn = [sample for group in pool.sample(num_groups, version) for sample in group.samples]
 
-    first, *_, last = steps = pipeline.steps(pipeline.train(directory, resume, "resumed"))
+    # The first broadcast is that of the resumed weights.
+    recorder = recordings.environment(directory / "resumed", start=version - 1)
+    first, *_, last = steps = pipeline.steps(pipeline.train(directory, resume, "resumed", **recorder))
     assert len(steps) == 7  # 4 to 10
-    assert first["replay/groups_sampled"] == len(drawn) > 0
-    assert first["offpolicy/staleness_max"] == max(expected)
-    one, two_and_three = (first.get(f"offpolicy/token_frac/staleness_{label}", 0.0) for label in ("1", "2-3"))
-    assert one * (expected[2] + expected[3]) == pytest.approx(two_and_three * expected[1])
-    assert one + two_and_three > 0
+    assert first["replay/groups_sampled"] * 4 == len(drawn) > 0
     assert last["offpolicy/staleness_max"] <= 4
+    batches = [recordings.trained_on(directory / name) for name in ("killed", "resumed")]
+    policies = recordings.Policies(directory / "model", directory / "killed", directory / "resumed")
+    for batch in batches:
+        recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=False, num_first=2)
+    trained = zip(*(batches[1][name] for name in ("version", "staleness", "sequences", "attention_mask")), strict=True)
+    assert sorted(sample["tokens"].tolist() for sample in drawn) == sorted(
+        tokens[attention > 0].tolist()
+        for trained_at, staleness, tokens, attention in trained
+        if trained_at == version and staleness.any()
+    )
     # Pruned together with OpenRLHF's own.
     assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == {
         d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()

@@ -1,0 +1,116 @@
+"""Loaded by every Python process of a run with this folder on PYTHONPATH: keeps what the actors publish and train on.
+
+It hooks into OpenRLHF's own classes, not into ours, and counts on its own. The folder RECORDING gets weights-N.pt, the
+weights of the N-th broadcast, and actor-N-R-I.pt and critic-N-R-I.pt: the I-th micro-batch that rank R trained on, N
+broadcasts in, every tensor of the experience, and for the actor what went into the loss and how much it clipped. A resumed run's broadcasts
+are counted on from RECORDING_START. The run is in float32, in which no version's log-probs are mistaken for another's.
+With RECORDING_MIXED async training publishes weights while responses are under way, whatever is faster.
+"""
+
+import functools
+import glob
+import itertools
+import os
+import queue
+import time
+
+import wrapt
+
+FOLDER, START = os.environ["RECORDING"], int(os.environ["RECORDING_START"])
+
+
+def _record(trainer: type, model: str) -> None:
+    upstream = trainer.training_step
+    num_recorded = itertools.count()
+
+    @functools.wraps(upstream)
+    def training_step(self, experience, *args, **kwargs):
+        import torch
+
+        record = {name: value for name, value in vars(experience).items() if isinstance(value, torch.Tensor)}
+
+        def note(_, inputs, outputs) -> None:
+            record.update(zip(("log_probs", "denominators", "loss_advantages"), inputs, strict=True))
+            record["clip_ratio"] = outputs[1].expand(len(record["sequences"]))
+
+        if model == "actor":
+            hook = self.actor_loss_fn.register_forward_hook(note)
+        result = upstream(self, experience, *args, **kwargs)
+        if model == "actor":
+            hook.remove()
+        broadcasts = len(glob.glob(f"{FOLDER}/weights-*.pt"))
+        name = f"{model}-{START + broadcasts:03d}-{torch.distributed.get_rank()}-{next(num_recorded):05d}"
+        torch.save({name: value.detach() for name, value in record.items()}, f"{FOLDER}/{name}.pt")
+        return result
+
+    trainer.training_step = training_step
+
+
+def _record_actor(ppo_actor) -> None:
+    trainer = ppo_actor.ActorPPOTrainer
+    _record(trainer, "actor")
+    upstream = trainer.broadcast_to_vllm
+    version = itertools.count(START + 1)
+
+    @functools.wraps(upstream)
+    def broadcast_to_vllm(self) -> None:
+        import torch
+
+        upstream(self)
+        if torch.distributed.get_rank() == 0:
+            torch.save(self.actor.model.module.state_dict(), f"{FOLDER}/weights-{next(version):03d}.pt")
+
+    trainer.broadcast_to_vllm = broadcast_to_vllm
+
+
+def _publish_amid_responses(trainer_async) -> None:
+    """Let a rollout begin just before a broadcast, and the broadcast wait for it."""
+    trainer = trainer_async.TrainingActor.__ray_metadata__.modified_class
+    upstream_init, upstream = trainer.__init__, trainer.broadcast_to_vllm
+
+    @functools.wraps(upstream_init)
+    def init(self, *args, **kwargs) -> None:
+        upstream_init(self, *args, **kwargs)
+        self.free_slots, self.rollout_slots = self.rollout_slots, queue.SimpleQueue()
+
+    @functools.wraps(upstream)
+    def broadcast_to_vllm(self) -> None:
+        import ray
+
+        self.free_slots.put(self.rollout_slots.get_nowait(), block=True)
+        for _ in range(1000):  # at the end no rollout follows
+            if any(ray.get([engine.get_num_unfinished_requests.remote() for engine in self.vllm_engines])):
+                break
+            time.sleep(0.003)
+        upstream(self)
+
+    trainer.__init__, trainer.broadcast_to_vllm = init, broadcast_to_vllm
+
+
+def _float32_models(utils) -> None:
+    def convert_to_torch_dtype(_):
+        import torch
+
+        return torch.float32
+
+    utils.convert_to_torch_dtype = convert_to_torch_dtype
+
+
+def _float32_training(deepspeed) -> None:
+    for name in ("get_train_ds_config", "get_eval_ds_config"):
+        upstream = getattr(deepspeed, name)
+        setattr(deepspeed, name, lambda upstream=upstream, **kwargs: upstream(**kwargs | {"param_dtype": "fp32"}))
+
+
+def _float32_engines(vllm_engine) -> None:
+    upstream = vllm_engine.vllm.AsyncEngineArgs
+    vllm_engine.vllm.AsyncEngineArgs = lambda **kwargs: upstream(**kwargs | {"dtype": "float32"})
+
+
+wrapt.register_post_import_hook(_record_actor, "openrlhf.trainer.ray.ppo_actor")
+wrapt.register_post_import_hook(lambda m: _record(m.CriticPPOTrainer, "critic"), "openrlhf.trainer.ray.ppo_critic")
+wrapt.register_post_import_hook(_float32_models, "openrlhf.utils.utils")
+wrapt.register_post_import_hook(_float32_training, "openrlhf.utils.deepspeed.deepspeed")
+wrapt.register_post_import_hook(_float32_engines, "openrlhf.trainer.ray.vllm_engine")
+if "RECORDING_MIXED" in os.environ:
+    wrapt.register_post_import_hook(_publish_amid_responses, "openrlhf.trainer.ppo_trainer_async")

@@ -1,0 +1,113 @@
+"""Reads what tests/recording/sitecustomize.py has kept of a run, and computes log-probs anew with plain transformers."""
+
+import collections
+from pathlib import Path
+
+import pipeline
+import torch
+
+# In float32 the same weights differ by the order of sums, 1e-5 at most; those of the next version by 0.05 and more at
+# half of the tokens.
+CLOSE, APART = 1e-4, 1e-2
+
+
+def environment(folder: Path, start: int = 0) -> dict[str, str]:
+    """Variables for a run that keeps its recording in `folder`; `start`: what its broadcasts are counted from."""
+    folder.mkdir()
+    recorder = Path(__file__).parent / "recording"
+    return {"RECORDING": str(folder), "RECORDING_START": str(start), "PYTHONPATH": str(recorder)}
+
+
+def trained_on(folder: Path, model: str = "actor") -> dict[str, torch.Tensor]:
+    """All samples that a model was trained on, one batch in the order of training, padded at the end.
+
+    Beside what the recorder kept: "version", the broadcasts before the training step, and "place", the micro-batch's
+    among those of its rank since; both [samples].
+    """
+    batches, places = [], collections.Counter()
+    for path in sorted(folder.glob(f"{model}-*.pt")):
+        version, rank, _ = map(int, path.stem.split("-")[1:])
+        batch = torch.load(path)
+        size = len(batch["sequences"])
+        batch |= {"version": torch.full((size,), version), "place": torch.full((size,), places[version, rank])}
+        places[version, rank] += 1
+        batches.append(batch)
+    width = max(batch["sequences"].shape[1] for batch in batches)
+
+    def padded(tensor: torch.Tensor, batch: dict) -> torch.Tensor:
+        missing = width - batch["sequences"].shape[1]
+        return torch.nn.functional.pad(tensor, (0, missing)) if tensor.dim() == 2 else tensor
+
+    return {name: torch.cat([padded(batch[name], batch) for batch in batches]) for name in batches[0]}
+
+
+class Policies:
+    """The policy of every version: the model that a run started with, and what it broadcast.
+
+    Args:
+        model: version 0.
+        folders: of recordings; a later one's weights stand for the same version of an earlier one.
+    """
+
+    def __init__(self, model: Path, *folders: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._weights = {0: {name: weight.clone() for name, weight in self._model.state_dict().items()}}
+        for folder in folders:
+            for path in sorted(folder.glob("weights-*.pt")):
+                self._weights[int(path.stem.split("-")[1])] = torch.load(path)
+
+    @torch.no_grad()
+    def log_probs(self, batch: dict[str, torch.Tensor], versions: torch.Tensor, sampled: bool) -> torch.Tensor:
+        """log pi of every action token under its own version's weights, [samples, actions]; NaN elsewhere.
+
+        Args:
+            batch: from `trained_on`.
+            versions: [samples, actions]; a version that never was leaves NaN.
+            sampled: of the distribution that the engine sampled from, whose first token is not EOS (min_tokens=1).
+        """
+        mask = batch["action_mask"] > 0
+        found = torch.full(mask.shape, torch.nan)
+        for version in self._weights.keys() & set(versions[mask].tolist()):
+            self._model.load_state_dict(self._weights[version])
+            chosen = mask & (versions == version)
+            rows = chosen.any(-1)
+            sequences, attention = batch["sequences"][rows], batch["attention_mask"][rows].long()
+            positions = (attention.cumsum(-1) - 1).clamp(min=0)
+            logits = self._model(sequences, attention_mask=attention, position_ids=positions).logits[:, :-1]
+            if sampled:
+                first = mask[rows] & (mask[rows].cumsum(-1) == 1)
+                logits[..., pipeline.EOS] = logits[..., pipeline.EOS].masked_fill(first, -torch.inf)
+            log_probs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None]).squeeze(-1)
+            found[rows] = torch.where(chosen[rows], log_probs, found[rows])
+        return found
+
+
+def assert_ratios_are_against_the_policy_that_generated(
+    batch: dict[str, torch.Tensor], policies: Policies, sampled: bool, num_first: int
+) -> None:
+    """Every denominator is of its token's own version, and of no neighbouring one; the first update's ratios follow.
+
+    Args:
+        batch: from `trained_on`.
+        policies: of all versions in it.
+        sampled: whether denominators are to be the engine's, or the actor's own.
+        num_first: micro-batches of a rank before the first optimizer step after a broadcast.
+    """
+    mask, version = batch["action_mask"] > 0, batch["version"][:, None]
+    assert torch.equal(batch["staleness"].long(), torch.where(mask, version - batch["versions"], 0))
+
+    def distance(shift: int) -> torch.Tensor:
+        return (policies.log_probs(batch, batch["versions"] + shift, sampled) - batch["denominators"]).abs()[mask]
+
+    assert distance(0).max() < CLOSE
+    for shift in (-1, 1):
+        assert distance(shift).nanmedian() > APART
+
+    # The numerator is the current policy's, whose first token may be EOS.
+    first = mask & (batch["place"] < num_first)[:, None]
+    current = policies.log_probs(batch, version.expand_as(mask), sampled=False)
+    assert (current - batch["log_probs"])[first].abs().max() < CLOSE
+    log_ratio = (batch["log_probs"] - batch["denominators"]).abs()
+    assert log_ratio[first & (batch["staleness"] > 0)].median() > APART
