@@ -1,11 +1,13 @@
 """Shared by all tests: limits that only a hang breaks, since the machine that runs them may be busy."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from openrlhf_bapo import register
 
 settings.register_profile("project", deadline=None, max_examples=150)
+# For tests/mutation.py: a planted fault that 50 examples do not find is no fault that a test can be said to notice.
+settings.register_profile("mutation", deadline=None, max_examples=50, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("project")
 register()
 

@@ -5,6 +5,8 @@ without Ray around it, on experience that the test has made, so that two runs ca
 """
 
 import functools
+import importlib
+import itertools
 import json
 import os
 import random
@@ -18,6 +20,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -146,6 +149,39 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
     return samples
 
 
+def response(num_tokens: int = 2, reward=0.5, version: int | list[int] = 0, log_prob: float | None = None) -> dict:
+    """A response as our RolloutRayActor returns it: a prompt of 2 tokens, and `num_tokens` of the model's own.
+
+    Args:
+        num_tokens: of the response; their ids count up from 6.
+        reward: as the reward's source gave it.
+        version: the policy version of all tokens, or one each.
+        log_prob: the engine's, of every token; None: the agent returned none.
+    """
+    versions = version if isinstance(version, list) else [version] * num_tokens
+    return {
+        "prompt": "1+2=",
+        "label": "3",
+        "images": None,
+        "mm_train_inputs": None,
+        "observation_tokens": [4, 5, *range(6, 6 + num_tokens)],
+        "action_ranges": [(2, 2 + num_tokens)],
+        "versions": [versions],
+        "rollout_log_probs": None if log_prob is None else [0.0] * 2 + [log_prob] * num_tokens,
+        "truncated": False,
+        "reward": reward,
+        "scores": reward,
+        "extra_logs": {},
+    }
+
+
+def samples_generator(args: Namespace):
+    """Our SamplesGenerator for `args`, without data and engines."""
+    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+
+    return VersionedSamplesGenerator(Namespace(args=args), None, None, tokenizer=None, vllm_engines=None)
+
+
 def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours") -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
 
@@ -160,12 +196,23 @@ def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[
 
     Returns:
         One dict a rank: `status` (what `fit` reports), `weights` (the model's, by name), `bounds` (per update:
-        lower, upper).
+        lower, upper), `searches` (per update: every field of ClipBounds, and num_tokens, those with an advantage on
+        this rank), `behaviour_log_probs` (per sample), `args` (as training left them). Its clock ticks once a reading:
+        what is reported in seconds counts what was timed.
+    """
+    return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), (argv, samples_by_rank, trainer), trainer)
+
+
+def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, trainer: str = "ours") -> list:
+    """What `function(rank, num_ranks, port, argument)` returns in one process a rank, which have OpenRLHF imported.
+
+    `function` stands at a module's top level; `port` is for torch.distributed.
     """
     port = free_port()
     job = directory / f"job-{port}.pt"
-    torch.save({"argv": argv, "samples": samples_by_rank}, job)
-    ranks = range(len(samples_by_rank))
+    module = Path(sys.modules[function.__module__].__file__).stem  # this one may run as __main__
+    torch.save((module, function.__name__, argument), job)
+    ranks = range(num_ranks)
     server = _actor_server(trainer)
     print(json.dumps([str(job), len(ranks), port]), file=server.stdin, flush=True)
     codes = json.loads(server.stdout.readline())
@@ -194,11 +241,11 @@ def _serve_actors(trainer: str) -> None:
 
     for line in sys.stdin:
         job, world_size, port = json.loads(line)
-        ranks = [_fork_actor(job, rank, world_size, port, trainer) for rank in range(world_size)]
+        ranks = [_fork_actor(job, rank, world_size, port) for rank in range(world_size)]
         print(json.dumps([os.waitpid(rank, 0)[1] for rank in ranks]), file=answers, flush=True)
 
 
-def _fork_actor(job: str, rank: int, world_size: int, port: int, trainer: str) -> int:
+def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
     if process := os.fork():
         return process
     signal.alarm(240)
@@ -207,7 +254,9 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int, trainer: str) -
         log = os.open(f"{job}.{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _policy_actor_main(job, rank, world_size, port, trainer)
+        module, function, argument = torch.load(job, weights_only=False)
+        result = getattr(importlib.import_module(module), function)(rank, world_size, port, argument)
+        torch.save(result, f"{job}.{rank}")
         code = 0
     except Exception:
         traceback.print_exc()
@@ -223,45 +272,51 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _policy_actor_main(job: str, rank: int, world_size: int, port: int, trainer: str) -> None:
-    work = torch.load(job, weights_only=False)
+def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
+    argv, samples_by_rank, trainer = argument
     from openrlhf.trainer.ray import ppo_actor
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
     utils.convert_to_torch_dtype = lambda _: torch.float32
     found = ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader
-    args = parse(work["argv"])  # registers our parts
+    args = parse(argv)  # registers our parts
     if trainer == "upstream":
         ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader = found
         assert found[0].__module__ == "openrlhf.trainer.ray.ppo_actor"
+    else:
+        sys.modules["openrlhf_bapo.adapter.actor_trainer"].time = Namespace(perf_counter=itertools.count(0.0).__next__)
     args.ds.param_dtype = "fp32"
-    actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
+    actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
-    for sample in work["samples"][rank]:
+    behaviour_log_probs = []
+    for sample in samples_by_rank[rank]:
         log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
         # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
         log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
         sample.action_log_probs = log_probs - log_ratio * sample.action_mask
+        behaviour_log_probs.append(sample.action_log_probs.clone())
         actor.append(sample)
-    bounds, loss = [], actor.trainer.actor_loss_fn
+    searches, loss = [], actor.trainer.actor_loss_fn
     if hasattr(loss, "found"):
         search = loss._search
 
         def recorded(tally):
-            bounds.append(search(tally))
-            return bounds[-1]
+            found = search(tally)
+            values = {field.name: float(getattr(found, field.name)) for field in fields(found)}
+            searches.append(values | {"num_tokens": int(tally.sums[2].sum())})
+            return found
 
         loss._search = recorded
     status = actor.fit(0.0)
-    torch.save(
-        {
-            "status": status,
-            "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
-            "bounds": [(float(b.lower), float(b.upper)) for b in bounds],
-        },
-        f"{job}.{rank}",
-    )
+    return {
+        "status": status,
+        "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
+        "bounds": [(found["lower"], found["upper"]) for found in searches],
+        "searches": searches,
+        "behaviour_log_probs": behaviour_log_probs,
+        "args": args,
+    }
 
 
 @contextmanager

@@ -3,16 +3,25 @@
 import functools
 import math
 import operator
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 
+import pipeline
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from reference import contributions, search, walk
 from strategies import advantages, as_tensors, clip_configs, ratios, tokens
 
-from openrlhf_bapo import ClipBounds, ClipConfig, find_clip_bounds, solve_clip_bounds, tally_contributions
+from openrlhf_bapo import (
+    ClipBounds,
+    ClipConfig,
+    ContributionTally,
+    find_clip_bounds,
+    solve_clip_bounds,
+    tally_contributions,
+)
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -137,13 +146,74 @@ def test_without_an_active_token_the_start_is_kept_and_counts_as_reached(config,
     assert (float(found.lower), float(found.upper)) == (config.ratio_lower_start, config.ratio_upper_start)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_ratio_on_a_bound_is_inside_it(dtype):
-    config = ClipConfig(contribution="gradient", positive_contribution_target=0.001)
-    ratio = torch.tensor([config.ratio_upper_start, config.ratio_lower_start], dtype=dtype)
-    found = find_clip_bounds(ratio, torch.tensor([1.0, -1.0]), torch.ones(2), config)
-    assert float(found.positive_share) == pytest.approx(1.2 / 1.8)
-    assert float(found.clip_frac_positive) == float(found.clip_frac_negative) == 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_a_ratio_on_any_bound_of_the_grid_is_inside_it_and_the_next_number_beyond_is_not(dtype, contribution):
+    beyond = {"lower": torch.tensor(0.0, dtype=dtype), "upper": torch.tensor(9.0, dtype=dtype)}
+    grids = {"lower": ClipConfig().lower_grid(), "upper": ClipConfig().upper_grid()}
+    for side, bound in ((side, bound) for side, grid in grids.items() for bound in grid):
+        # The bound as the loss clamps with it: rounded to the ratio's precision, up or down.
+        ratio = torch.tensor(bound, dtype=dtype)
+        fixed = {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
+        config = ClipConfig(contribution=contribution, positive_contribution_target=0.01, **fixed)
+        advantages = torch.tensor([1.0 if side == "upper" else -1.0])
+        for value, outside in ((ratio, 0), (torch.nextafter(ratio, beyond[side]), 1)):
+            found = find_clip_bounds(value[None], advantages, torch.ones(1), config)
+            assert float(found.clip_frac_positive if side == "upper" else found.clip_frac_negative) == outside, bound
+            if contribution == "gradient":
+                assert math.isnan(found.positive_share) == outside, bound  # nothing inside: nothing to share
+
+
+@pytest.mark.parametrize("order", ["upper_first", "lower_first"])
+def test_a_share_exactly_at_the_target_reaches_it(order):
+    ratio, mask = torch.ones(2, dtype=torch.float64), torch.ones(2)
+    at_share = ClipConfig(positive_contribution_target=0.25, order=order)
+    found = find_clip_bounds(ratio, torch.tensor([1.0, -3.0]), mask, at_share)
+    assert found.reached and (float(found.lower), float(found.upper)) == (0.6, 1.2)
+    above = replace(at_share, positive_contribution_target=math.nextafter(0.25, 1))
+    assert not find_clip_bounds(ratio, torch.tensor([1.0, -3.0]), mask, above).reached
+
+    at_ratio = ClipConfig(positive_contribution_target=3 / (1 + 1e-8), target_kind="ratio", order=order)
+    found = find_clip_bounds(ratio, torch.tensor([3.0, -1.0]), mask, at_ratio)
+    assert found.reached and (float(found.lower), float(found.upper)) == (0.6, 1.2)
+    above = replace(at_ratio, positive_contribution_target=3.0)  # the 1e-8 under the fraction is the recipe's
+    assert not find_clip_bounds(ratio, torch.tensor([3.0, -1.0]), mask, above).reached
+
+
+def test_of_equally_good_points_the_first_on_the_path_is_taken():
+    # Only negatives below every lower bound matter: under "gradient" they are out at the start already.
+    config = ClipConfig(contribution="gradient")
+    found = find_clip_bounds(torch.tensor([1.0, 0.1]), torch.tensor([1.0, -9.0]), torch.ones(2), config)
+    assert (float(found.lower), float(found.upper), float(found.clip_frac_negative)) == (0.6, 1.2, 1.0)
+
+
+def test_a_tally_is_made_and_solved_without_reading_a_value_on_the_host():
+    meta = torch.ones(3, device="meta")  # a meta tensor has no values to read
+    config = ClipConfig()
+    found = solve_clip_bounds(tally_contributions(meta, meta, meta, config), config)
+    assert all(getattr(found, field.name).shape == () for field in fields(ClipBounds))
+
+
+@pytest.mark.parametrize("name", ["lower", "upper", "positive_share", "initial_share", "clip_frac_positive"])
+def test_results_are_float64_scalars_without_a_gradient(name):
+    ratio = torch.rand(2, 3, requires_grad=True)
+    found = find_clip_bounds(ratio, torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), ClipConfig())
+    value = getattr(found, name)
+    assert value.shape == () and value.dtype == torch.float64 and not value.requires_grad
+    assert found.reached.dtype == torch.bool
+    tally = tally_contributions(ratio, torch.randn(2, 3), torch.ones(2, 3), ClipConfig())
+    assert not tally.sums.requires_grad
+    found = solve_clip_bounds(ContributionTally(tally.sums.requires_grad_()), ClipConfig())
+    assert not getattr(found, name).requires_grad
+
+
+def test_more_tokens_than_lanes_are_all_added_up():
+    num = 1000
+    ratio, advantages = torch.ones(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
+    advantages[::4] = -1.0
+    tally = tally_contributions(ratio, advantages, torch.full((num,), 0.5), ClipConfig())
+    assert tally.sums.sum(1).tolist() == [num / 2, num / 2, num]
+    assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
 
 
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():
@@ -152,24 +222,24 @@ def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():
     assert ClipConfig(ratio_upper_max=2.02).upper_grid()[-1] == 1.2 + 16 * 0.05  # the range is no multiple of the step
 
 
-def test_presets_hold_the_published_settings():
-    shared = dict(ratio_upper_start=1.2, ratio_upper_step=0.05, contribution="surrogate")
-    published = {
-        "readme": dict(
-            positive_contribution_target=0.5, ratio_lower_start=0.6, ratio_lower_max=0.9, ratio_upper_max=3.0
-        ),
-        "paper": dict(
-            positive_contribution_target=0.4, ratio_lower_start=0.6, ratio_lower_max=0.9, ratio_upper_max=3.0
-        ),
-        "octothinker": dict(positive_contribution_target=0.45, ratio_lower_start=0.8, ratio_upper_max=2.0),
-        "released": dict(
-            positive_contribution_target=1.0, ratio_lower_max=0.8, ratio_lower_step=0.05, order="lower_first"
-        ),
-    }
-    for name, settings in published.items():
-        preset = ClipConfig.preset(name)
-        assert {key: getattr(preset, key) for key in shared | settings} == shared | settings
-    assert ClipConfig.preset("released").target_kind == "ratio"
+FIELDS = (
+    "positive_contribution_target",
+    *("ratio_lower_start", "ratio_lower_max", "ratio_lower_step"),
+    *("ratio_upper_start", "ratio_upper_max", "ratio_upper_step"),
+    *("contribution", "order", "target_kind"),
+)
+PUBLISHED = {
+    "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share"),
+    "paper": (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share"),
+    "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share"),
+    "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio"),
+}
+
+
+def test_presets_hold_the_published_settings_in_every_field():
+    assert {name: astuple(ClipConfig.preset(name)) for name in PUBLISHED} == PUBLISHED
+    assert tuple(field.name for field in fields(ClipConfig)) == FIELDS
+    assert ClipConfig() == ClipConfig.preset("readme")
     with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released"):
         ClipConfig.preset("nonesuch")
 
@@ -200,8 +270,58 @@ def test_released_walks_lower_first_and_compares_p_over_n():
         (dict(ratio_upper_step=1e-9), "ratio_upper_step 1e-09 .*at least"),
         (dict(contribution="sum"), "contribution 'sum' .*surrogate"),
         (dict(order="both"), "order 'both' .*upper_first"),
+        (dict(target_kind="sum"), "target_kind 'sum' .*share"),
+        (dict(positive_contribution_target=0.0, target_kind="ratio"), "positive_contribution_target 0.0 .*above 0"),
+        (dict(ratio_upper_max=math.inf), "ratio_upper_max inf .*finite"),
+        (dict(ratio_lower_start=-0.5), "ratio_lower_start -0.5 .*0 < ratio_lower_start"),
+        (dict(ratio_lower_step=2.998e-4), "ratio_lower_step 0.0002998 .*at least 0.0003"),
+        (dict(ratio_upper_step=1.7985e-3), "ratio_upper_step 0.0017985 .*at least 0.0018"),
+        (dict(ratio_lower_max=0.6, ratio_lower_step=0.0), "ratio_lower_step 0.0 .*above 0"),
+        (dict(ratio_upper_max=1.2, ratio_upper_step=-0.1), "ratio_upper_step -0.1 .*above 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
     with pytest.raises(ValueError, match=message):
         ClipConfig(**settings)
+
+
+def test_settings_at_the_edge_of_what_is_allowed_are_taken():
+    for settings in (
+        dict(ratio_lower_start=1.0, ratio_lower_max=1.0, ratio_upper_start=1.0, ratio_upper_max=1.0),
+        dict(positive_contribution_target=1.0, target_kind="ratio"),
+        dict(ratio_lower_start=1e-9),
+        dict(ratio_lower_start=0.5, ratio_lower_max=1.0, ratio_lower_step=0.5 / 1000),
+        dict(ratio_upper_start=1.0, ratio_upper_max=2.0, ratio_upper_step=1 / 1000),
+    ):
+        config = ClipConfig(**settings)
+        assert len(config.path()) == len(config.lower_grid()) + len(config.upper_grid()) - 1
+
+
+def test_a_path_raises_one_bound_to_its_maximum_before_it_touches_the_other():
+    settings = dict(ratio_lower_max=0.7, ratio_lower_step=0.05, ratio_upper_max=1.3)
+    upper_first = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 2)]
+    lower_first = [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)]
+    assert ClipConfig(**settings).path() == upper_first
+    assert ClipConfig(**settings, order="lower_first").path() == lower_first
+
+
+def bounds_of_a_rank(rank: int, num_ranks: int, port: int, token_list) -> list[float]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    mine = as_tensors(token_list[rank::num_ranks])
+    return numbers(find_clip_bounds(*mine, GRADIENT, group=dist.group.WORLD))
+
+
+GRADIENT = ClipConfig(contribution="gradient")
+
+
+def numbers(found: ClipBounds) -> list[float]:
+    return [float(value) for value in astuple(found)]
+
+
+def test_every_rank_of_a_group_finds_the_bounds_of_all_its_tokens(tmp_path):
+    # Rank 0 has the positive tokens: alone it would stay at the start, and rank 1 end in the far corner.
+    token_list = [pair for r in (0.5, 0.7, 0.95, 1.1, 1.25, 1.9) for pair in ((r, 1.0, 1.0), (1 / r, -1.1, 1.0))]
+    together = numbers(find_clip_bounds(*as_tensors(token_list), GRADIENT))
+    assert together[:2] not in ([0.6, 1.2], [GRADIENT.lower_grid()[-1], GRADIENT.upper_grid()[-1]])
+    for found in pipeline.run_in_ranks(tmp_path, bounds_of_a_rank, 2, token_list):
+        assert found == pytest.approx(together)

@@ -7,17 +7,33 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline import REPOSITORY, make_model
+from pipeline import make_model
 
 from openrlhf_bapo.cli import data
-from openrlhf_bapo.core import math_data
-from openrlhf_bapo.math_tasks.data import DATASETS, PROMPT_SUFFIX, UnusableRow, last_boxed, read_problems
+from openrlhf_bapo.math_tasks import data as math_data
+from openrlhf_bapo.math_tasks.data import (
+    DATASETS,
+    PROMPT_SUFFIX,
+    UnusableRow,
+    WrongDataset,
+    last_boxed,
+    read_problems,
+)
 
-PUBLISHED = REPOSITORY.parent / "shared" / "data"
+# Rows as they are published, chosen among all of them; problems and solutions cut short.
+EXCERPTS = Path(__file__).parent / "data"
+EXCERPTS_OF = {
+    "aime24": ["rows_aime24.jsonl"],
+    "amc23": ["rows_amc23.jsonl"],
+    "minerva": ["rows_minerva.jsonl"],
+    "olympiadbench": ["rows_olympiadbench.jsonl"],
+    "gsm8k": ["rows_gsm8k_train.jsonl", "rows_gsm8k_test.jsonl"],
+}
 
 # Rows in the form in which these datasets are published, with other problems.
 CHAT = [{"content": "Find $2+2$.", "role": "user"}]
@@ -114,7 +130,8 @@ def test_a_solution_without_a_whole_box_has_no_answer(solution):
 
 
 _values = st.sampled_from(
-    [None, "", "4", "$5$.", 4.0, 7, ["4"], ["4", "5"], [], '["4"]', "proof", "\\boxed{4}", "['4']"]
+    [None, "", "4", "$5$.", 4.0, 7, True, "$nan$", "1/2", "x=2\ny=3"]
+    + [["4"], ["4", "5"], [], '["4"]', "proof", "\\boxed{4}", "['4']"]
 )
 _rows = st.lists(
     st.fixed_dictionaries(
@@ -128,6 +145,7 @@ _rows = st.lists(
             "Solution": _values,
             "reward_model": _values,
             "image": st.sampled_from([None, "x"]),
+            "url": st.sampled_from([None, "https://host/2024_AIME_I_Problems", "https://host/2023_AMC_12A"]),
         },
     ),
     max_size=12,
@@ -142,7 +160,8 @@ def test_every_row_is_either_written_or_named_with_a_reason(rows, name):
     assert problems.num_rows == len(rows) == len(problems.usable) + len(named)
     assert len(named) == len(set(named)) and set(named) <= {f"row {number + 1}" for number in range(len(rows))}
     assert all(problem.strip() and label.strip() for problem, label in problems.usable)
-    assert all(reason in vars(math_data).values() for reason in problems.left_out)
+    known = {value for value in vars(math_data).values() if isinstance(value, str)}
+    assert problems.left_out.keys() <= known | {math_data.OTHER_DATASET + other for other in DATASETS}
 
 
 @given(_rows, st.sampled_from(sorted(DATASETS)))
@@ -155,18 +174,16 @@ def test_what_was_written_is_read_again_unchanged(rows, name):
 @pytest.mark.parametrize(
     "name, file, num_rows, first_label, left_out",
     [
-        ("aime24", "aime24.jsonl", 30, "204", {}),
-        ("amc23", "amc23.jsonl", 40, "27", {}),
-        ("minerva", "minerva_math.jsonl", 272, "1.6", {}),
-        ("olympiadbench", "olympiadbench.jsonl", 675, "2", {"answer in words": ["row 74 (id 1965)"]}),
-        ("gsm8k", "gsm8k_train.jsonl", 7473, "72", {}),
-        ("gsm8k", "gsm8k_test.jsonl", 1319, "18", {}),
+        ("aime24", "rows_aime24.jsonl", 30, "204", {}),
+        ("amc23", "rows_amc23.jsonl", 40, "27", {}),
+        ("minerva", "rows_minerva.jsonl", 56, "1.6", {}),
+        ("olympiadbench", "rows_olympiadbench.jsonl", 76, "2", {"answer in words": ["row 10 (id 1965)"]}),
+        ("gsm8k", "rows_gsm8k_train.jsonl", 54, "72", {}),
+        ("gsm8k", "rows_gsm8k_test.jsonl", 35, "18", {}),
     ],
 )
-def test_a_published_file_becomes_prompts(tmp_path, capsys, name, file, num_rows, first_label, left_out):
-    if not (PUBLISHED / file).exists():
-        pytest.skip(f"{PUBLISHED / file} is missing")
-    lines = convert(tmp_path, name, PUBLISHED / file)
+def test_published_rows_become_prompts(tmp_path, capsys, name, file, num_rows, first_label, left_out):
+    lines = convert(tmp_path, name, EXCERPTS / file)
     said = capsys.readouterr()
     assert len(lines) == num_rows - sum(map(len, left_out.values()))
     assert lines[0]["label"] == first_label
@@ -191,8 +208,139 @@ def test_a_row_as_published_becomes_a_bare_problem_and_answer(tmp_path, name, su
 
 
 def test_every_dataset_has_a_form_that_is_tested():
-    real = {"aime24", "amc23", "minerva", "olympiadbench", "gsm8k"}
-    assert set(DATASETS) == real | set(PUBLISHED_FORMS)
+    assert set(DATASETS) == set(EXCERPTS_OF) | set(PUBLISHED_FORMS)
+
+
+def published_rows(name: str) -> list[dict]:
+    files = [EXCERPTS / file for file in EXCERPTS_OF.get(name, [])]
+    return [json.loads(line) for file in files for line in open(file)] or [PUBLISHED_FORMS[name]]
+
+
+# AIME 2025 has the keys problem, answer and id, which any dataset could have.
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"aime25"}))
+def test_rows_of_one_dataset_are_left_out_of_every_other(name):
+    rows = published_rows(name)
+    for other in set(DATASETS) - {name}:
+        (left_out,) = (problems := read_problems(rows, DATASETS[other])).left_out.items()
+        assert not problems.usable and left_out[0] == f"row of {name}" and len(left_out[1]) == len(rows)
+    assert not any(reason.startswith("row of") for reason in reasons(rows, name))
+
+
+def test_a_file_of_another_dataset_is_refused_and_out_is_left_as_it_was(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+    said = mistake(capsys, "aime24", out, "--source", EXCERPTS / "rows_gsm8k_test.jsonl")
+    assert "none of 35 rows can be used as aime24: 35 row of gsm8k (row 1, " in said
+    assert out.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", sorted(set(DATASETS) - {"gsm8k", "olympiadbench"}))
+@pytest.mark.parametrize("text", ["x=2\ny=3", "First we find that x is 2, and then that the answer is 4"])
+def test_a_worked_solution_is_no_label(name, text):
+    rows = [{"problem": "Find $x$.", "answer": text}]
+    assert reasons(rows, name) == {"worked solution in place of an answer": ["row 1"]}
+
+
+def test_a_worked_solution_with_a_box_gives_what_is_in_the_box():
+    text = "Two and two make four.\nSo it is $\\boxed{\\frac{8}{2}}$."
+    assert labels([{"problem": "Find $x$.", "answer": text}]) == ["\\frac{8}{2}"]
+
+
+def test_a_matrix_in_several_lines_is_an_answer():
+    matrix = "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"
+    assert labels([{"problem": "Find $x$.", "answer": matrix}]) == [matrix]
+
+
+@pytest.mark.parametrize(
+    "name, possible, impossible",
+    [
+        ("aime24", ["0", "007", "999", 30.0], ["1000", "-1", "1/2", "0.5", "x"]),
+        ("aime25", ["0", "007", "999", 30.0], ["1000", "-1", "1/2", "0.5", "x"]),
+        ("amc23", ["3159", "-1", 30.0], ["1/2", "0.5", "x"]),
+        ("dapo-math", ["3159", "-1", "30"], ["1/2", "0.5", "x"]),
+        ("gsm8k", ["#### 3,159", "#### -1", "0.5"], ["#### 5 dollars", "#### x"]),
+    ],
+)
+def test_an_answer_that_the_dataset_cannot_have_is_left_out(name, possible, impossible):
+    rows = [{"problem": f"Find $x_{i}$.", "answer": answer} for i, answer in enumerate([*possible, *impossible])]
+    problems = read_problems(rows, DATASETS[name])
+    assert len(problems.usable) == len(possible)
+    names = [f"row {i + 1}" for i in range(len(possible), len(rows))]
+    assert problems.left_out == {"answer that the dataset cannot have": names}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, dataset in DATASETS.items() if dataset.num_problems))
+def test_more_problems_than_the_dataset_has_are_refused(name):
+    num_problems = DATASETS[name].num_problems
+    rows = [{"problem": f"Find $x_{{{i}}}$.", "answer": "4"} for i in range(num_problems)]
+    assert len(read_problems(rows * 2, DATASETS[name]).usable) == num_problems
+    with pytest.raises(WrongDataset, match=f"has {num_problems + 1} different problems; allowed: up to"):
+        read_problems([*rows, {"problem": "Find $y$.", "answer": "4"}], DATASETS[name])
+
+
+def test_a_file_with_too_many_problems_is_one_line(tmp_path, capsys):
+    rows = [{"problem": f"Find $x_{{{i}}}$.", "answer": "4"} for i in range(31)]
+    said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / "rows.jsonl", rows))
+    assert "has 31 different problems; allowed: up to the 30 of math-ai/aime25" in said
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), True, False, "inf", "$-\\inf$", "NaN", "None", "null."])
+def test_a_label_that_is_no_value_is_left_out(tmp_path, capsys, value, suffix):
+    value = "-inf" if value == "$-\\inf$" else value
+    rows = [{"problem": "Find $x$.", "answer": value}]
+    said = mistake(capsys, "math500", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / f"rows{suffix}", rows))
+    assert "1 answer that is no value (inf, nan, true, false, none or null) (row 1)" in said
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_byte_order_mark_changes_nothing(tmp_path, suffix):
+    source = write_rows(tmp_path / f"rows{suffix}", [{"problem": "Find $x$.", "answer": "4"}] * 2)
+    without = convert(tmp_path, "math500", source)
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    assert convert(tmp_path, "math500", source) == without != []
+
+
+@pytest.mark.parametrize("out", ["rows.jsonl", "./folder/../rows.jsonl", "symlink.jsonl", "link.jsonl", "absolute"])
+def test_the_source_is_not_overwritten_whatever_it_is_called(tmp_path, capsys, monkeypatch, out):
+    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
+    (tmp_path / "symlink.jsonl").symlink_to(source)
+    (tmp_path / "link.jsonl").hardlink_to(source)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    out = str(source) if out == "absolute" else out
+    before = source.read_bytes()
+    said = mistake(capsys, "aime25", out, "--source", "rows.jsonl")
+    assert "OUT.jsonl" in said and "is --source rows.jsonl" in said and "allowed: another file" in said
+    assert source.read_bytes() == before and (tmp_path / "symlink.jsonl").is_symlink()
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "/"])
+def test_out_that_is_no_files_name_is_one_line(tmp_path, capsys, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
+    said = mistake(capsys, "aime25", out, "--source", source)
+    assert "is a directory; allowed: a file's path" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("depth", [600, 900, DEEP])
+def test_deep_nesting_is_one_line(tmp_path, capsys, name, depth):
+    row = '{"problem": "Find $x$.", "answer": ' + "[" * depth + "]" * depth + "}"
+    (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f"{row}\n")
+    said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", tmp_path / name)
+    assert f"--source {tmp_path / name}: " in said and ("cannot be read" in said or "1 list or dict" in said)
+
+
+@pytest.mark.parametrize("answer", ["[" * DEEP, "[" * DEEP + "]" * DEEP])
+def test_an_answer_nested_deeply_in_its_text_is_left_out(answer):
+    rows = [{"problem": "Find $x$.", "answer": answer}, {"problem": "Find $y$.", "answer": "4"}]
+    assert labels(rows) == ["4"]
+    assert reasons(rows) == {"list or dict written as text": ["row 1"]}
 
 
 def test_csv_gives_the_same_as_json(tmp_path):
@@ -382,7 +530,7 @@ def test_openrlhfs_prompt_dataset_reads_the_result(tmp_path, apply_chat_template
     from transformers import AutoTokenizer
 
     rows = [PUBLISHED_FORMS["aime25"], {"problem": "Find $3+3$.", "answer": "2026-01-01"}]
-    convert(tmp_path, "aime25", write_rows(tmp_path / "rows.jsonl", rows))
+    convert(tmp_path, "math500", write_rows(tmp_path / "rows.jsonl", rows))
     tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path) / "model")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     keys = Namespace(input_key="input", label_key="label", apply_chat_template=apply_chat_template)
@@ -390,7 +538,7 @@ def test_openrlhfs_prompt_dataset_reads_the_result(tmp_path, apply_chat_template
     rows = blending_datasets(str(tmp_path / "out.jsonl"), strategy=strategy)
     dataset = PromptDataset(rows, tokenizer, strategy)
     problem = f"Find $2+2$.\n{PROMPT_SUFFIX}"
-    assert dataset[0] == ("aime25", f"<user>{problem}<assistant>" if apply_chat_template else problem, "4", None)
+    assert dataset[0] == ("math500", f"<user>{problem}<assistant>" if apply_chat_template else problem, "4", None)
     assert dataset[1][2] == "2026-01-01"
 
 

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo.math_tasks.metrics import (
@@ -67,6 +67,7 @@ def test_an_ungraded_response_counts_as_0():
     assert majority(some) == 0.5
 
 
+@settings(max_examples=30)
 @given(problems, problems)
 def test_every_mean_is_over_problems_and_lies_in_its_interval(first, second):
     datasets = {"first": [responses(one) for one in first], "second": [responses(one) for one in second]}
@@ -90,16 +91,65 @@ def test_majority_is_unknown_where_no_response_has_an_answer():
     assert metrics["sums"]["majority@1"].mean == 1
 
 
-def test_the_interval_has_the_width_of_the_normal_one_and_narrows_with_the_square_root_of_the_problems():
-    def width(num_problems: int) -> float:
-        values = (torch.arange(num_problems) % 2).double()[:, None]  # mean 0.5, standard deviation 0.5
-        low, high = bootstrap_means(values, torch.Generator().manual_seed(0)).quantile(
-            torch.tensor([0.025, 0.975], dtype=torch.float64)
-        )
-        return (high - low).item()
+graded_problems = st.lists(
+    st.lists(
+        st.builds(
+            GradedResponse,
+            reward=st.sampled_from([None, 0.0, 0.25, 1.0]),
+            answer=answers,
+            truncated=st.booleans(),
+            num_tokens=st.integers(1, 100),
+        ),
+        min_size=2,
+        max_size=2,
+    ),
+    min_size=1,
+    max_size=5,
+)
 
-    for num_problems in (100, 1600):
-        assert width(num_problems) == pytest.approx(2 * 1.96 * 0.5 / num_problems**0.5, rel=0.06)
+
+@settings(max_examples=30)
+@given(graded_problems)
+def test_truncated_is_the_fraction_of_responses_that_are_and_length_their_mean_in_tokens(problems):
+    estimates = evaluation_metrics({"some": problems}, [1], seed=0)["some"]
+    each = [response for responses in problems for response in responses]
+    assert estimates["truncated"].mean == pytest.approx(sum(one.truncated for one in each) / len(each))
+    assert estimates["length"].mean == pytest.approx(sum(one.num_tokens for one in each) / len(each))
+
+
+def of_rewards(rewards) -> list[list[GradedResponse]]:
+    """Problems with one response each."""
+    return [[GradedResponse(reward, None, truncated=False, num_tokens=1)] for reward in rewards]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.floats(0, 1, width=16), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(0, 9))
+def test_an_interval_leaves_out_a_fortieth_of_the_resampled_means_at_each_end(datasets, seed):
+    metrics = evaluation_metrics({str(i): of_rewards(one) for i, one in enumerate(datasets)}, [], seed)
+    generator = torch.Generator().manual_seed(seed)
+    resampled = [bootstrap_means(torch.tensor(one).double()[:, None], generator) for one in datasets]
+    resampled.append(torch.stack(resampled).mean(0))  # the macro average
+    for means, estimates in zip(resampled, metrics.values(), strict=True):
+        estimate = estimates["avg@1"]
+        for bound, level in ((estimate.low, 0.025), (estimate.high, 0.975)):
+            below, up_to = ((means < bound - 1e-12).double().mean(), (means <= bound + 1e-12).double().mean())
+            assert below - 1e-3 <= level <= up_to + 1e-3
+
+
+@pytest.mark.parametrize("num_problems, num_right", [(40, 20), (400, 120), (1000, 900)])
+def test_the_interval_of_right_and_wrong_is_that_of_the_binomial_distribution(num_problems, num_right):
+    problems = of_rewards([1.0] * num_right + [0.0] * (num_problems - num_right))
+    estimate = evaluation_metrics({"some": problems}, [], seed=0)["some"]["avg@1"]
+    p = num_right / num_problems
+    at_most, total = [], 0.0  # P(at most i right) of a resample
+    for i in range(num_problems + 1):
+        total += math.comb(num_problems, i) * p**i * (1 - p) ** (num_problems - i)
+        at_most.append(total)
+    # 10,000 resamples know a quantile's level to 0.0016 (standard deviation); 90% and 99% have 0.05 and 0.005.
+    for bound, level in ((estimate.low, 0.025), (estimate.high, 0.975)):
+        first, last = (sum(one < level + shift for one in at_most) for shift in (-0.008, 0.008))
+        assert first <= round(bound * num_problems) <= last
+        assert at_most[-1] == pytest.approx(1)
 
 
 def test_resamples_are_many_means_over_whole_problems():
@@ -109,14 +159,3 @@ def test_resamples_are_many_means_over_whole_problems():
     torch.testing.assert_close(means.sum(1), torch.ones(5000, dtype=torch.float64))  # the same problems in both columns
     assert means[:, 0].unique().numel() == 4
     assert means[:, 0].mean().item() == pytest.approx(2 / 3, abs=0.02)
-
-
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
-    generator = torch.Generator().manual_seed(0)
-    covered = []
-    for _ in range(300):
-        values = (torch.rand(60, 1, generator=generator) < 0.3).double()
-        means = bootstrap_means(values, generator, num_resamples=500)
-        low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-        covered.append(low <= 0.3 <= high)
-    assert 0.9 <= fmean(map(float, covered)) <= 0.98

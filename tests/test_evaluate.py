@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from openrlhf_bapo.adapter import evaluation
 from openrlhf_bapo.cli import evaluate
+from openrlhf_bapo.math_tasks.metrics import GradedResponse, evaluation_metrics
 
 N, MAX_NEW_TOKENS, UNGRADED_LABEL = 4, 24, "11"
 
@@ -135,6 +137,9 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
     each = [response for line in lines for response in line["responses"]]
     assert all(1 <= one["num_tokens"] <= MAX_NEW_TOKENS for one in each)
     assert all(one["num_tokens"] == MAX_NEW_TOKENS for one in each if one["truncated"])
+    # Truncated is what the model did not end itself, and no other.
+    assert all(one["truncated"] != one["text"].endswith("<eos>") for one in each)
+    assert {one["truncated"] for one in each} == {True, False}
     for line in lines:
         for one in line["responses"]:
             expected = None if line["label"] == UNGRADED_LABEL else sum(c in "13579" for c in one["text"]) / 8
@@ -242,7 +247,10 @@ WRONG_FLAGS = [
     ({"temperature": -1}, "--temperature -1.0: "),
     ({"top_p": 0}, "--top_p 0.0: "),
     ({"max_problems": 0}, "--max_problems 0: "),
-    ({"reward": "missing.py"}, "--reward missing.py: "),
+    ({"reward": "missing.py"}, "--reward missing.py: is missing; allowed: "),
+    ({"reward": "nonsense"}, "--reward nonsense: allowed: a reward-function file (.py), or HTTP URLs"),
+    ({"reward": "http://a/get_reward,nonsense"}, "--reward http://a/get_reward,nonsense: allowed: "),
+    ({"reward": "ftp://a/get_reward"}, "--reward ftp://a/get_reward: allowed: "),
     ({"data": ["missing.jsonl"]}, "--data missing.jsonl: "),
     ({"input_key": "question"}, "line 1 has no key 'question'; allowed for --input_key: one of input, label"),
     ({"model": "/missing"}, "--model /missing: "),
@@ -307,6 +315,138 @@ def test_a_resume_with_changed_files_is_refused(directory, tmp_path, capsys, cha
     else:
         (copy / changed).write_text((copy / changed).read_text() + "\n")
     assert_refused(flags(copy, out=out), f"--{flag} ", capsys)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("import missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
+        ("def reward_func(:\n    pass", "SyntaxError: "),
+        ("def reward(queries, prompts, labels):\n    pass", "AttributeError: module 'reward_func' has no attribute"),
+        ("reward_func = 1", "TypeError: reward_func is no function"),
+        ("import sys\nsys.exit(0)", "it exits with 0"),
+        ("import os\nos.kill(os.getpid(), 9)", "it exits with -9"),
+    ],
+    ids=["import", "syntax", "no reward_func", "no function", "exit", "killed"],
+)
+def test_a_reward_file_that_cannot_be_loaded_is_refused_before_anything_is_written(
+    directory, tmp_path, capsys, content, message
+):
+    file = tmp_path / "reward.py"
+    file.write_text(content)
+    argv = flags(directory, out=tmp_path / "new", reward=file)
+    assert_refused(argv, f"--reward {file}: cannot be loaded ({message}", capsys)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "import subprocess, sys, threading, time\n"
+        "print('hello'); print('hello', file=sys.stderr)\n"
+        "threading.Thread(target=time.sleep, args=[20]).start()\n"
+        "subprocess.Popen(['sleep', '20'])\n"
+        "def reward_func(queries, prompts, labels): ...\n"
+    )
+    start = time.monotonic()
+    evaluation.try_reward_file(str(tmp_path / "reward.py"))
+    assert time.monotonic() - start < 20
+
+
+HOLDER = """
+import json, os, sys, time
+from openrlhf_bapo.adapter.evaluation import EvaluationRecord
+record = EvaluationRecord(sys.argv[1], {})
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_only_one_process_evaluates_into_a_folder_and_its_kill_lets_the_next_one(tmp_path):
+    out = tmp_path / "out"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, out], stdout=subprocess.PIPE, text=True) as holder:
+        child = int(holder.stdout.readline())  # goes on when its parent is killed
+        try:
+            with pytest.raises(evaluation.FlagError, match=f"--out {out}: another process is evaluating into it"):
+                evaluation.EvaluationRecord(str(out), {})
+        finally:
+            holder.kill()
+            holder.wait()
+            try:
+                evaluation.EvaluationRecord(str(out), {})
+                os.kill(child, 0)  # it was there all the time
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("content", ['{"model": "a"', "", "[]", "\0" * 30, "\xff"])
+def test_a_damaged_config_is_one_line(tmp_path, content):
+    config = evaluation.EvaluationRecord(str(tmp_path), {"n": N}).out / "config.json"
+    config.write_text(content, encoding="latin1")
+    with pytest.raises(evaluation.FlagError) as refused:
+        evaluation.EvaluationRecord(str(tmp_path), {"n": N})
+    assert f"--out {tmp_path}: {config} is damaged (" in str(refused.value) and "\n" not in str(refused.value)
+    assert config.read_text(encoding="latin1") == content
+
+
+GOOD_RESPONSE = {"text": "4", "num_tokens": 1, "truncated": False, "reward": 1.0, "answer": "4"}
+
+
+def a_line(problem: str) -> str:
+    return json.dumps(
+        {"problem": problem, "dataset": "a", "prompt": "", "label": "4", "responses": [GOOD_RESPONSE] * N}
+    )
+
+
+@pytest.mark.parametrize(
+    "damaged", [a_line("b")[:40], "", "\0" * 30, "[]", "{}", '{"problem": "b", "responses": [{}]}', a_line("a")]
+)
+def test_a_damaged_line_is_named_with_what_to_do_and_that_helps(tmp_path, damaged):
+    record = evaluation.EvaluationRecord(str(tmp_path), {"n": N})
+    content = f"{a_line('a')}\n{damaged}\n{a_line('c')}\n"
+    record.responses_file.write_text(content)
+    with pytest.raises(evaluation.FlagError) as refused:
+        evaluation.EvaluationRecord(str(tmp_path), {"n": N})
+    assert f"--out {tmp_path}: line 2 of {record.responses_file} is damaged (" in str(refused.value)
+    assert "\n" not in str(refused.value) and record.responses_file.read_text() == content
+    to_do = re.search(r"\((sed -i 2d .*)\)$", str(refused.value))[1]
+    subprocess.run(to_do.split(), check=True)
+    assert evaluation.EvaluationRecord(str(tmp_path), {"n": N}).finished.keys() == {"a", "c"}
+
+
+def test_responses_that_no_config_describes_are_not_adopted(directory, tmp_path, capsys):
+    out = begin(directory, tmp_path)
+    (out / "responses.jsonl").write_text(a_line("a") + "\n")
+    (out / "config.json").unlink()
+    assert_refused(flags(directory, out=out), f"--out {out}: has responses.jsonl, but no config.json", capsys)
+    assert not (out / "config.json").exists()
+
+
+def test_the_table_has_every_metric_under_its_name():
+    def problem(num_right: int, num_truncated: int, length: int) -> list[GradedResponse]:
+        return [GradedResponse(float(i < num_right), str(i), i < num_truncated, length + i) for i in range(4)]
+
+    datasets = {"sums": [problem(1, 1, 10), problem(4, 0, 20)], "roots": [problem(3, 3, 30)]}
+    metrics = evaluation_metrics(datasets, [1, 2], seed=0)
+    header, *rows = (
+        re.split("  +", line.strip()) for line in evaluate.table(metrics, {"sums": 2, "roots": 1}).split("\n")
+    )
+    assert header == [
+        "dataset", "problems", "avg@4 [95%]", "pass@1", "pass@2", "majority@4", "truncated", "mean length"
+    ]  # fmt: skip
+    found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert [(row["problems"], row["truncated"], row["mean length"]) for row in found.values()] == [
+        ("2", "0.125", "16.5"),
+        ("1", "0.750", "31.5"),
+        ("3", "0.438", "24.0"),
+    ]
+    for dataset, row in found.items():
+        estimates = metrics[dataset]
+        first = estimates["avg@4"]
+        assert row["avg@4 [95%]"] == f"{first.mean:.3f} [{first.low:.3f}, {first.high:.3f}]"
+        for name in ("pass@1", "pass@2", "majority@4"):
+            assert row[name] == f"{estimates[name].mean:.3f}"
 
 
 def begin(directory: Path, tmp_path: Path) -> Path:

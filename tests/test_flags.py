@@ -1,14 +1,23 @@
 """Our flags: what is refused, in one line, before anything heavy is loaded; and what they resolve to."""
 
+import argparse
 import re
 import subprocess
 import sys
+from dataclasses import astuple, replace
 
 import pipeline
 import pytest
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.adapter.flags import check_flags, clip_config_from_args
+from openrlhf_bapo.adapter.flags import (
+    add_flags,
+    check_flags,
+    clip_config_from_args,
+    is_off_policy,
+    replay_config_from_args,
+)
+from openrlhf_bapo.core.replay_pool import ReplayConfig
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +90,18 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
             dict(replay__ratio=1, rollout__n_samples_per_prompt=1, rollout__batch_size=64),
             "--replay.skip_uninformative: .*--no-replay.skip_uninformative",
         ),
+        (
+            dict(replay__ratio=0.5, rollout__n_samples_per_prompt=6),
+            "--replay.ratio 0.5: draws 8 groups a training step; allowed: what draws at least 16",
+        ),
+        (dict(replay__ratio=1, data__max_images_per_prompt=1), "--replay.ratio 1.0: .*without --data.max_images"),
+        (
+            dict(offpolicy__ratio_base="rollout", algo__advantage__is_correction_level="seq"),
+            "--algo.advantage.is_correction_level seq: .*second time",
+        ),
+        (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
+        (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*ppo or bapo, which is gspo"),
+        (dict(reward__remote_url="http://a,nowhere.py"), "--reward.remote_url nowhere.py: no such file"),
         (dict(reward__remote_url="nowhere.py"), "--reward.remote_url nowhere.py: no such file; .*http"),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
     ],
@@ -91,6 +112,131 @@ def test_a_clash_with_openrlhfs_flags_is_refused_before_ray_starts(tmp_path, fla
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and error.count("\n") == 1
+
+
+DEFAULTS = {
+    "policy_loss": None,
+    "bapo.preset": None,
+    "bapo.positive_contribution_target": None,
+    "bapo.ratio_lower_start": None,
+    "bapo.ratio_lower_max": None,
+    "bapo.ratio_lower_step": None,
+    "bapo.ratio_upper_start": None,
+    "bapo.ratio_upper_max": None,
+    "bapo.ratio_upper_step": None,
+    "bapo.contribution": None,
+    "bapo.scope": None,
+    "bapo.token_weight": None,
+    "offpolicy.ratio_base": None,
+    "replay.ratio": 0.0,
+    "replay.capacity": 1024,
+    "replay.max_staleness": 4,
+    "replay.max_reuse": 1,
+    "replay.strategy": "uniform",
+    "replay.skip_uninformative": True,
+    "replay.seed": 0,
+    "replay.discard_saved": False,
+    "eval.at_start": False,
+}
+
+
+def test_every_flag_has_the_default_of_the_readme():
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    found = vars(parser.parse_args([]))
+    assert found == DEFAULTS
+    assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in DEFAULTS.items()}
+
+
+# In the order of the flags: rho_0; lower start, max, step; upper start, max, step; contribution; order and kind of the
+# target, which have no flag; scope, token weight, --actor.dual_clip.
+PRESETS = {
+    None: (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None),
+    "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None),
+    "paper": (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None),
+    "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None),
+    "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio", "micro_batch", "none", 3.0),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_sets_every_field(tmp_path, preset):
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset=preset))
+    config = astuple(clip_config_from_args(args.bapo))
+    assert (*config, args.bapo.scope, args.bapo.token_weight, args.actor.dual_clip) == PRESETS[preset]
+    assert args.bapo.preset == (preset or "readme")
+
+
+GIVEN = {
+    "positive_contribution_target": 0.35,
+    "ratio_lower_start": 0.5,
+    "ratio_lower_max": 0.95,
+    "ratio_lower_step": 0.03,
+    "ratio_upper_start": 1.3,
+    "ratio_upper_max": 2.5,
+    "ratio_upper_step": 0.07,
+    "contribution": "gradient",
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_flag_of_the_search_changes_its_field_and_no_other(tmp_path, name):
+    argv = pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="octothinker", **{f"bapo__{name}": GIVEN[name]})
+    expected = replace(ClipConfig.preset("octothinker"), **{name: GIVEN[name]})
+    assert clip_config_from_args(pipeline.parse(argv).bapo) == expected
+
+
+def test_every_replay_flag_reaches_the_pools_settings(tmp_path):
+    given = dict(ratio=0.5, capacity=7, max_staleness=3, max_reuse=2, strategy="oldest", seed=5)
+    argv = pipeline.flags(tmp_path, **{f"replay__{name}": value for name, value in given.items()})
+    args = pipeline.parse([*argv, "--no-replay.skip_uninformative", "--replay.discard_saved"])
+    assert replay_config_from_args(args.replay) == ReplayConfig(**given, skip_uninformative=False)
+    assert args.replay.discard_saved is True
+
+
+def test_openrlhfs_pair_of_clip_bounds_is_refused_with_bapo(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        pipeline.parse([*pipeline.flags(tmp_path, policy_loss="bapo"), "--actor.eps_clip_low_high", "0.2", "0.2"])
+    assert "--actor.eps_clip_low_high: not allowed with --policy_loss bapo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(policy_loss="bapo", actor__eps_clip="0.2"),
+        dict(replay__ratio=0.5),  # 8 groups of 4, one optimizer step of 32
+        dict(replay__ratio=1, rollout__n_samples_per_prompt=6),  # 16 groups of 6, three of 32
+        dict(eval__at_start=True),
+        dict(train__async_enable=True),
+        dict(reward__remote_url="http://somewhere/get_reward"),
+        dict(policy_loss="bapo", algo__advantage__is_correction_level="token"),
+        dict(train__async_enable=True, algo__advantage__is_correction_level="token"),
+        dict(train__async_enable=True, offpolicy__ratio_base="rollout", policy_loss="ppo"),
+        dict(policy_loss="gspo", offpolicy__ratio_base="recomputed"),
+        dict(rollout__n_samples_per_prompt=1, rollout__batch_size=64, algo__advantage__estimator="reinforce"),
+    ],
+    ids=lambda given: " ".join(map(str, given.items())),
+)
+def test_what_is_allowed_is_taken(tmp_path, given):
+    pipeline.parse(pipeline.flags(tmp_path, **given))
+
+
+def test_groups_of_one_sample_are_replayed_where_equal_rewards_are_kept(tmp_path):
+    one = dict(rollout__n_samples_per_prompt=1, rollout__batch_size=64, algo__advantage__estimator="reinforce")
+    argv = pipeline.flags(tmp_path, replay__ratio=1, **one)
+    assert pipeline.parse([*argv, "--no-replay.skip_uninformative"]).replay.skip_uninformative is False
+
+
+def test_samples_know_their_versions_wherever_the_ratio_has_a_base(tmp_path):
+    for given, expected in (
+        (dict(), False),
+        (dict(policy_loss="bapo"), True),
+        (dict(replay__ratio=1), True),
+        (dict(offpolicy__ratio_base="recomputed"), True),
+        (dict(train__async_enable=True), False),
+        (dict(train__async_enable=True, offpolicy__ratio_base="auto"), True),
+    ):
+        assert is_off_policy(pipeline.parse(pipeline.flags(tmp_path, **given))) == expected, given
 
 
 def test_a_flag_given_wins_over_the_preset(tmp_path):
@@ -138,6 +284,8 @@ def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):
     assert ratio_base(policy_loss="bapo", train__async_enable=True) == "rollout"
     assert ratio_base(policy_loss="bapo", offpolicy__ratio_base="rollout") == "rollout"
     assert ratio_base(replay__ratio=1) == "recomputed"
+    assert ratio_base(replay__ratio=1, train__async_enable=True) == "rollout"
+    assert ratio_base(offpolicy__ratio_base="auto") == "recomputed"
     assert ratio_base(policy_loss="ppo") is None and ratio_base(train__async_enable=True) is None
 
 

@@ -1,8 +1,9 @@
-"""The memory plan against memory: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
+"""The plan against what is planned: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
 
 import importlib
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openrlhf_bapo.adapter.plan import Machine, make_plan, num_ratio_forwards
 from openrlhf_bapo.planning import memory as plan
 from openrlhf_bapo.planning import time
 
@@ -345,17 +347,51 @@ def test_flops_are_those_that_torch_counts(passes):
 SHARDED = replace(TINY, hidden_size=384, intermediate_size=768, num_layers=2, num_key_value_heads=8, vocab_size=640)
 STAGES = (0, 1, 2, 3)
 
+# 24 samples of 8 tokens in a rollout, 8 in an optimizer step, 2 epochs.
+RATIO_LENGTH, RATIO_BATCH = 8, 8
+RATIO_FLAGS = {
+    "policy_loss": "bapo",
+    "rollout__batch_size": 6,
+    "rollout__n_samples_per_prompt": 4,
+    "train__batch_size": RATIO_BATCH,
+    "train__micro_batch_size": 2,
+    "train__max_epochs": 2,
+}
+DYNAMIC = {"train__dynamic_batch_enable": True, "rollout__max_tokens_per_gpu": 64, "ds__packing_samples": True}
+# By name: flags, and before how many of the optimizer steps there is a forward for the ratios on 1 and on 2 ranks.
+RATIO_CASES = {
+    "several micro-batches": ({}, 5, 5),
+    "one micro-batch on 2 ranks": ({"train__micro_batch_size": 4}, 5, 0),
+    "one micro-batch": ({"train__micro_batch_size": 8}, 0, None),
+    "the engine's log-probs": ({"offpolicy__ratio_base": "rollout"}, 6, 6),
+    "replay": ({"replay__ratio": 1}, 12, 12),
+    "per micro-batch": ({"bapo__scope": "micro_batch"}, 0, 0),
+    "ppo": ({"policy_loss": "ppo"}, 0, 0),
+    "dynamic batch": (DYNAMIC | {"train__max_tokens_per_gpu": 16}, 5, 5),
+    "dynamic batch, all in one on 2 ranks": (DYNAMIC | {"train__max_tokens_per_gpu": 63}, 5, 0),
+    "dynamic batch, all in one": (DYNAMIC | {"train__max_tokens_per_gpu": 64}, 0, 0),
+}
+
+
+def ratio_argv(directory: Path, world_size: int, case: str) -> list[str]:
+    return pipeline.flags(directory, **RATIO_FLAGS | {"actor__num_gpus_per_node": world_size} | RATIO_CASES[case][0])
+
 
 @pytest.fixture(scope="module")
-def allocated(tmp_path_factory):
-    """Bytes on rank 0 by (world size, stage): what `_measure` writes."""
+def measured(tmp_path_factory):
+    """By world size, what `_measure` writes of rank 0."""
     directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [sys.executable, __file__, str(directory)]
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
-    found = {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
-    return {(size, stage): found[size][str(stage)] for size in found for stage in STAGES}
+    return {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def allocated(measured):
+    """Bytes by (world size, stage)."""
+    return {(size, stage): measured[size][str(stage)] for size in measured for stage in STAGES}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -378,12 +414,77 @@ def test_in_and_between_steps_the_actor_keeps_the_gradients_and_the_bucket_of_th
         assert allocated[2, stage][name] == pytest.approx(expected, rel=0.01), name
 
 
-def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
-    """Train OpenRLHF's PolicyModelActor at every stage; bytes of DeepSpeed's tensors to bytes-WORLD_SIZE.json."""
+def ratio_cases(world_size: int) -> list[str]:
+    return [case for case, (_, *forwards) in RATIO_CASES.items() if forwards[world_size - 1] is not None]
+
+
+@pytest.mark.parametrize("world_size, case", [(size, case) for size in (1, 2) for case in ratio_cases(size)])
+def test_the_actor_makes_as_many_ratio_forwards_as_the_plan_says(measured, tmp_path, world_size, case):
+    (tmp_path / "reward.py").touch()
+    forwards = num_ratio_forwards(pipeline.parse(ratio_argv(tmp_path, world_size, case)), RATIO_LENGTH)
+    assert forwards == RATIO_CASES[case][world_size]
+    assert measured[world_size]["ratio samples"][case] == forwards * RATIO_BATCH / world_size
+
+
+@pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
+def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_own(tmp_path, replay, num_forwards):
+    (tmp_path / "reward.py").touch()
+    shape = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
+    sizes = {"data__max_len": 8192, "rollout__max_new_tokens": 7168, "rollout__batch_size": 128}
+    sizes |= {"rollout__n_samples_per_prompt": 16, "train__batch_size": 512, "actor__num_gpus_per_node": 8}
+
+    def facts(scope: str) -> dict[str, str]:
+        argv = pipeline.flags(tmp_path, policy_loss="bapo", bapo__scope=scope, replay__ratio=replay, **sizes)
+        return make_plan(pipeline.parse(argv), shape, Machine(gpu_memory=400, response_tokens=3072)).facts
+
+    def minutes_and_eflop(text: str) -> tuple[float, float]:
+        return tuple(map(float, re.search(r"([\d.]+) min \(([\d.]+) EFLOP", text).groups()))
+
+    name, time_fact = "of which the ratio forward", "time with responses of 3,072 tokens"
+    with_it, without = facts("update"), facts("micro_batch")
+    assert name not in without and with_it[name].endswith(f"before {num_forwards} of {4 + 4 * replay} optimizer steps")
+    flops = time.step_flops(shape, 0, num_forwards * 512 * 4096, 4096, gradient_checkpointing=False)
+    found = minutes_and_eflop(with_it[name])
+    assert found == (round(flops / (8 * 989e12 * 0.4) / 60, 1), round(flops / 1e18, 2)) and found[1] > 0
+    for after, before, part in zip(
+        *(minutes_and_eflop(one[time_fact].split("training")[1]) for one in (with_it, without)), found, strict=True
+    ):
+        assert after - before == pytest.approx(part, abs=0.11 if part == found[0] else 0.011)
+
+
+def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int, case: str) -> int:
+    """Samples of this rank that go through the actor without gradient while it trains."""
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy
 
-    found = {}
+    args = pipeline.parse(ratio_argv(directory, world_size, case))
+    actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
+    actor.init_model_from_pretrained(get_strategy(args), str(directory / "model"), max_steps=1000)
+    num_samples = 24 * (2 if args.replay.ratio else 1) // world_size
+    for sample in pipeline.make_experience([RATIO_LENGTH - 4] * num_samples, seed=rank):
+        sample.action_log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+        actor.append(sample)
+    counted = []
+
+    def count(module, inputs, _):
+        if not torch.is_grad_enabled():
+            counted.append(inputs[0].shape[0])
+
+    actor.actor.register_forward_hook(count)
+    actor.fit(0.0)
+    return sum(counted)
+
+
+def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
+    """Train OpenRLHF's PolicyModelActor; what is found on rank 0 to bytes-WORLD_SIZE.json.
+
+    For every stage the bytes of DeepSpeed's tensors, and for every case of the ratio forward its samples.
+    """
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.utils import get_strategy
+
+    cases = ratio_cases(world_size)
+    found = {"ratio samples": {case: _count_ratio_samples(directory, rank, world_size, port, case) for case in cases}}
     for stage in STAGES:  # 3 last: transformers remembers its DeepSpeed config
         argv = pipeline.flags(directory, ds__zero_stage=stage, train__batch_size=8, train__micro_batch_size=2)
         strategy = get_strategy(pipeline.parse(argv))

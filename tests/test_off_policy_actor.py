@@ -2,12 +2,13 @@
 
 import math
 from argparse import Namespace
-from dataclasses import fields
 
 import pipeline
 import pytest
 import torch
+from reference import contributions, search
 
+from openrlhf_bapo import ClipConfig
 from openrlhf_bapo.adapter.trainer import _with_replayed_steps
 
 LENGTHS = [3, 5, 2, 7, 1, 4, 6, 2]
@@ -19,24 +20,29 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
-def one_update(directory, staleness: list[int], log_ratios: list[float], **flags) -> dict:
-    """One optimizer step over eight samples, the first of its training step."""
+def stale_samples(staleness: list[int], log_ratios: list[float]) -> list:
     samples = pipeline.make_experience(LENGTHS, positive=POSITIVE)
     for sample, stale, log_ratio in zip(samples, staleness, log_ratios, strict=True):
         sample.staleness = stale * sample.action_mask
         sample.info["log_ratio"] = torch.tensor([log_ratio])
-    argv = pipeline.flags(
-        directory,
+    return samples
+
+
+def one_update(directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, **flags) -> list[dict]:
+    """One optimizer step over eight samples, the first of its training step; what each rank says."""
+    settings = dict(
         policy_loss="bapo",
+        actor__num_gpus_per_node=num_ranks,
         train__batch_size=8,
         train__micro_batch_size=2,
         rollout__batch_size=2,
         rollout__micro_batch_size=1,
         replay__ratio=1,
-        **flags,
     )
-    (result,) = pipeline.train_policy_actors(directory, argv, [samples])
-    return result
+    samples = stale_samples(staleness, log_ratios)
+    size = len(samples) // num_ranks
+    by_rank = [samples[start : start + size] for start in range(0, len(samples), size)]
+    return pipeline.train_policy_actors(directory, pipeline.flags(directory, **settings | flags), by_rank)
 
 
 STALENESS = [0, 0, 1, 2, 3, 4, 7, 9]
@@ -44,9 +50,26 @@ LOG_RATIOS = [0, 0, 0.1, -0.2, 0.3, -0.4, 0.7, -0.9]
 BUCKETS = {"0": [0, 1], "1": [2], "2-3": [3, 4], "4-7": [5, 6], "8+": [7]}
 
 
+def tokens(log_ratios=LOG_RATIOS, weights=None) -> list[tuple[float, float, float]]:
+    """(ratio, advantage, weight) of every token of the eight samples; `weights` a list a sample, or 1."""
+    samples = stale_samples([0] * 8, log_ratios)
+    weights = [[1.0] * length for length in LENGTHS] if weights is None else weights
+    return [
+        (math.exp(log_ratio), float(sample.advantages.sum()) / length, weight)
+        for sample, log_ratio, length, some in zip(samples, log_ratios, LENGTHS, weights, strict=True)
+        for weight in some
+    ]
+
+
+def share(token_list, lower=0.6, upper=1.2, contribution="surrogate") -> float:
+    positive, negative = contributions(token_list, lower, upper, contribution)
+    return positive / (positive + negative)
+
+
 @pytest.fixture(scope="module")
 def stale_update(directory):
-    return one_update(directory, STALENESS, LOG_RATIOS)
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS)
+    return result
 
 
 def test_the_ratios_of_the_first_optimizer_step_are_those_that_the_kept_log_probs_imply(stale_update):
@@ -58,17 +81,103 @@ def test_the_ratios_of_the_first_optimizer_step_are_those_that_the_kept_log_prob
         expected["token_frac"] = n / sum(LENGTHS)
         for name, value in expected.items():
             assert status[f"offpolicy/{name}/staleness_{label}"] == pytest.approx(value, rel=1e-4), (name, label)
-    tokens = [stale for stale, length in zip(STALENESS, LENGTHS, strict=True) for _ in range(length)]
-    assert status["offpolicy/staleness_mean"] == pytest.approx(sum(tokens) / len(tokens))
+    ages = [stale for stale, length in zip(STALENESS, LENGTHS, strict=True) for _ in range(length)]
+    assert status["offpolicy/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
     assert status["offpolicy/staleness_max"] == 9
 
 
-def test_the_search_reacts_to_the_stale_tokens_ratios(directory, stale_update):
-    fresh = one_update(directory, [0] * 8, [0.0] * 8)
-    assert fresh["status"]["offpolicy/ess"] == pytest.approx(1, abs=1e-5)
-    assert fresh["status"]["bapo/initial_share"] != pytest.approx(
-        stale_update["status"]["bapo/initial_share"], abs=0.01
+def test_the_search_takes_the_stale_tokens_ratios_and_ends_where_the_plain_loop_does(stale_update):
+    (found,) = stale_update["searches"]
+    expected = search(tokens(), ClipConfig())
+    assert (found["lower"], found["upper"], found["reached"]) == (
+        expected["lower"],
+        expected["upper"],
+        expected["reached"],
     )
+    assert found["initial_share"] == pytest.approx(expected["initial_share"], rel=1e-4)
+    assert found["positive_share"] == pytest.approx(expected["positive_share"], rel=1e-4)
+    assert expected["initial_share"] != pytest.approx(share(tokens([0.0] * 8)), abs=0.01)  # that of ratios of 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(replay__ratio=1),
+        dict(replay__ratio=None, offpolicy__ratio_base="rollout"),
+        dict(replay__ratio=None, train__async_enable=True),
+        dict(replay__ratio=1, train__async_enable=True),
+    ],
+    ids=["replay", "ratio_base_rollout", "async", "async_replay"],
+)
+def test_the_first_update_is_not_taken_for_on_policy_where_its_samples_may_not_be(directory, flags):
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, **flags)
+    assert result["searches"][0]["initial_share"] == pytest.approx(share(tokens()), rel=1e-4)
+    assert result["status"]["timing/bapo_ratio_forward"] == 1
+
+
+def test_the_clip_fractions_count_the_tokens_beyond_the_updates_own_bounds(directory):
+    # Bounds that do not move, so that they lie between the ratios: 0.41, 0.67 | 0.82, 1, and 1, 1.11, 1.35 | 2.01.
+    fixed = dict(ratio_lower_start=0.7, ratio_lower_max=0.7, ratio_upper_start=1.5, ratio_upper_max=1.5)
+    (result,) = one_update(
+        directory, STALENESS, LOG_RATIOS, **{f"bapo__{name}": value for name, value in fixed.items()}
+    )
+    rows = range(8)
+    positive, negative = ([row for row in rows if POSITIVE[row] == sign] for sign in (True, False))
+
+    def fraction(some, beyond) -> float:
+        return sum(LENGTHS[row] for row in some if row in beyond) / sum(LENGTHS[row] for row in some)
+
+    above, below = fraction(positive, [6]), fraction(negative, [5, 7])
+    assert 0 < above != below > 0
+    for area in ("bapo", "offpolicy"):
+        assert result["status"][f"{area}/clip_frac_positive"] == pytest.approx(above), area
+        assert result["status"][f"{area}/clip_frac_negative"] == pytest.approx(below), area
+    for label, expected_above, expected_below in (("0", 0, 0), ("2-3", 0, 0), ("4-7", 1, 1), ("8+", 0, 1)):
+        assert result["status"][f"offpolicy/clip_frac_positive/staleness_{label}"] == expected_above, label
+        assert result["status"][f"offpolicy/clip_frac_negative/staleness_{label}"] == expected_below, label
+
+
+def test_two_ranks_report_the_metrics_of_all_tokens(directory, stale_update):
+    # Rank 0 has the four freshest samples, rank 1 the oldest: their own tallies have no bucket above 1 in common.
+    expected = {k: v for k, v in stale_update["status"].items() if k.startswith(("bapo/", "offpolicy/"))}
+    assert len(expected) > 30
+    for result in one_update(directory, STALENESS, LOG_RATIOS, num_ranks=2):
+        assert {name: result["status"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_log_ratios_beyond_20_count_as_20(directory):
+    log_ratios = [0, 0, 0, 25.0, 25.0, 0, 0, -25.0]
+    (result,) = one_update(directory, STALENESS, log_ratios)
+    status = result["status"]
+    assert status["offpolicy/ratio_max/staleness_2-3"] == pytest.approx(math.exp(20), rel=1e-6)
+    assert status["offpolicy/ratio_mean/staleness_8+"] == pytest.approx(math.exp(-20), rel=1e-6)
+    assert status["offpolicy/ratio_max"] == pytest.approx(math.exp(20), rel=1e-6)
+    clamped = tokens([max(-20, min(20, log_ratio)) for log_ratio in log_ratios])
+    assert result["searches"][0]["initial_share"] == pytest.approx(share(clamped), rel=1e-4)
+
+
+def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(directory):
+    per_sequence = [[1 / length] * length for length in LENGTHS]
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, actor__loss_agg_mode="seq-mean-token-mean")
+    found = result["searches"][0]["initial_share"]
+    assert found == pytest.approx(share(tokens(weights=per_sequence)), rel=1e-4)
+    assert found != pytest.approx(share(tokens()), rel=1e-2)
+
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, bapo__token_weight="rollout_prob")
+    probabilities = [
+        log_probs[0, -length:].exp().tolist()
+        for log_probs, length in zip(result["behaviour_log_probs"], LENGTHS, strict=True)
+    ]
+    found = result["searches"][0]["initial_share"]
+    assert found == pytest.approx(share(tokens(weights=probabilities)), rel=1e-4)
+    assert found != pytest.approx(share(tokens()), rel=1e-2)
+
+
+@pytest.mark.parametrize("given", [dict(policy_loss="ppo", replay__ratio=None), dict(policy_loss="ppo")])
+def test_without_stale_samples_there_are_no_off_policy_metrics_and_without_bapo_none_of_bapo(directory, given):
+    (result,) = one_update(directory, [0] * 8, [0.0] * 8, **given)
+    areas = {name.split("/")[0] for name in result["status"] if "/" in name}
+    assert areas == (set() if "replay__ratio" in given else {"offpolicy"})
 
 
 def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(directory):
@@ -87,36 +196,7 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
         directory, pipeline.flags(directory, **flags, replay__ratio=1), [samples]
     )
     assert len(replayed["bounds"]) == 2
-
-
-def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_staleness():
-    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker, _to_group
-
-    made = pipeline.make_experience([3, 5], seed=1)
-    for sample in made:
-        step = torch.rand(sample.action_mask.shape)
-        sample.action_log_probs, sample.rollout_log_probs = -step, -step - 0.1
-        sample.base_action_log_probs, sample.values = -step - 0.2, step + 1  # KL as a loss, and GAE
-        sample.versions = 5 * sample.action_mask.int()
-        sample.rewards = sample.scores = sample.info["reward"]
-        sample.truncated = torch.tensor([False])
-    made = [sample for batch in made for sample in split(batch)]
-    maker = object.__new__(OffPolicyExperienceMaker)
-    maker.policy_version = 8
-    back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
-    for before, after in zip(made, back, strict=True):
-        assert torch.equal(after.staleness, 3 * before.action_mask)
-        for field in fields(before):
-            value = getattr(before, field.name)
-            if isinstance(value, torch.Tensor) and field.name != "staleness":
-                assert torch.equal(getattr(after, field.name), value), field.name
-        assert after.info.keys() == before.info.keys()
-
-
-def split(batch):
-    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
-
-    return remove_padding_in_sequences(split_experience_batch(batch))
+    assert replayed["args"].rollout.batch_size == 2  # lifted for the planning alone
 
 
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():

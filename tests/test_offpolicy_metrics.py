@@ -4,9 +4,11 @@ import functools
 import math
 import operator
 
+import pipeline
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import advantages, ratios, weights
 
@@ -24,18 +26,29 @@ def stalenesses():
 
 
 def stale_tokens(min_size=0, mask=None):
-    """Lists of (ratio, advantage, mask, staleness)."""
+    """Lists of (ratio, advantage, mask, staleness, optimizer steps)."""
     return st.lists(
-        st.tuples(ratios(), advantages(), weights() if mask is None else mask, stalenesses()),
+        st.tuples(ratios(), advantages(), weights() if mask is None else mask, stalenesses(), st.integers(0, 1000)),
         min_size=min_size,
         max_size=40,
     )
 
 
+# Every bucket with tokens of both signs and of none, in and out of the bounds 0.8 and 1.2.
+OF_EVERY_KIND = [
+    (ratio, advantage, weight, age, 8 * age + 3)
+    for age in (0, 1, 2, 3, 4, 7, 8, 100)
+    for ratio in (0.5, 0.7, 1.0, 1.5 + age)
+    for advantage in (-2.0, -0.3, -0.3, 0.0, 0.3, 2.0)
+    for weight in (0.0, 0.25)
+]
+
+
 def as_tensors(token_list, dtype=torch.float64) -> list[torch.Tensor]:
-    """[ratio, advantages, mask, staleness], each [num_tokens]."""
-    columns = [list(column) for column in zip(*token_list, strict=True)] or [[]] * 4
-    return [torch.tensor(column, dtype=kind) for column, kind in zip(columns, [dtype] * 3 + [torch.int64], strict=True)]
+    """[ratio, advantages, mask, staleness, optimizer steps], each [num_tokens]."""
+    columns = [list(column) for column in zip(*token_list, strict=True)] or [[]] * 5
+    kinds = [dtype] * 3 + [torch.int64] * 2
+    return [torch.tensor(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True)]
 
 
 def metrics_of(token_list, lower=0.8, upper=1.2) -> dict[str, float]:
@@ -51,8 +64,8 @@ def expected_metrics(token_list, lower, upper) -> dict[str, float]:
         if not some:
             continue
         r = [token[0] for token in some]
-        above = [ratio > upper for ratio, advantage, _, _ in some if advantage > 0]
-        below = [ratio < lower for ratio, advantage, _, _ in some if advantage < 0]
+        above = [ratio > upper for ratio, advantage, *_ in some if advantage > 0]
+        below = [ratio < lower for ratio, advantage, *_ in some if advantage < 0]
         found[f"offpolicy/ess{suffix}"] = math.fsum(r) ** 2 / (len(r) * math.fsum(x * x for x in r))
         found[f"offpolicy/ratio_mean{suffix}"] = math.fsum(r) / len(r)
         found[f"offpolicy/ratio_max{suffix}"] = max(r)
@@ -63,10 +76,13 @@ def expected_metrics(token_list, lower, upper) -> dict[str, float]:
         else:
             found["offpolicy/staleness_mean"] = sum(token[3] for token in some) / len(some)
             found["offpolicy/staleness_max"] = max(token[3] for token in some)
+            found["offpolicy/optimizer_steps_mean"] = sum(token[4] for token in some) / len(some)
+            found["offpolicy/optimizer_steps_max"] = max(token[4] for token in some)
     return found
 
 
 @given(stale_tokens(), lowers, uppers, st.booleans())
+@example(OF_EVERY_KIND, 0.8, 1.2, True)
 def test_agrees_with_a_plain_loop_over_the_tokens(token_list, lower, upper, bounds_are_tensors):
     bounds = [torch.tensor(bound, dtype=torch.float64) if bounds_are_tensors else bound for bound in (lower, upper)]
     found = metrics_of(token_list, *bounds)
@@ -82,10 +98,10 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
     assert offpolicy_metrics(functools.reduce(operator.add, parts)) == pytest.approx(whole, rel=1e-9)
 
 
-@given(stale_tokens(), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 2, st.integers(-(2**63), 2**63 - 1))))
+@given(stale_tokens(), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 2, *[st.integers(-(2**63), 2**63 - 1)] * 2)))
 def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
     plain = metrics_of(token_list)
-    padded = as_tensors(token_list + [(ratio, advantage, 0.0, age) for ratio, advantage, age in garbage])
+    padded = as_tensors(token_list + [(ratio, advantage, 0.0, *ages) for ratio, advantage, *ages in garbage])
     assert offpolicy_metrics(tally_offpolicy(*padded, 0.8, 1.2)) == pytest.approx(plain, rel=1e-12)
     two_dim = [x.repeat(2, 1) for x in padded]
     two_dim[2][1] = 0
@@ -111,13 +127,17 @@ def test_token_fractions_of_the_buckets_add_up_to_one(token_list):
     assert sum(value for name, value in found.items() if "token_frac" in name) == pytest.approx(1)
 
 
+def test_the_buckets_begin_where_their_labels_say():
+    assert {label: first for label, (first, _) in SPANS.items()} == STALENESS_BUCKETS
+
+
 @pytest.mark.parametrize(
     ("staleness", "label"),
     [(0, "0"), (1, "1"), (2, "2-3"), (3, "2-3"), (4, "4-7"), (7, "4-7"), (8, "8+"), (100, "8+")],
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_a_bucket_reaches_from_its_lower_edge_to_the_next(staleness, label, dtype):
-    tally = tally_offpolicy(*torch.ones(3, 1), torch.tensor([staleness], dtype=dtype), 0.8, 1.2)
+    tally = tally_offpolicy(*torch.ones(3, 1), *[torch.tensor([staleness], dtype=dtype)] * 2, 0.8, 1.2)
     assert tally.sums[:, 0].tolist() == [float(name == label) for name in STALENESS_BUCKETS]
     assert torch.isinf(tally.maxima).all(1).tolist() == [name != label for name in STALENESS_BUCKETS]
     found = offpolicy_metrics(tally)
@@ -130,23 +150,43 @@ def test_a_ratio_on_a_bound_is_inside_it(dtype, make_bound):
     ratio = torch.tensor([1.2, 0.6], dtype=dtype)
     staleness = torch.zeros(2, dtype=torch.int64)
     tally = tally_offpolicy(
-        ratio, torch.tensor([1.0, -1.0]), torch.ones(2), staleness, make_bound(0.6), make_bound(1.2)
+        ratio, torch.tensor([1.0, -1.0]), torch.ones(2), staleness, staleness, make_bound(0.6), make_bound(1.2)
     )
     found = offpolicy_metrics(tally)
     assert found["offpolicy/clip_frac_positive"] == found["offpolicy/clip_frac_negative"] == 0
 
 
 def test_a_tally_is_made_without_reading_a_value_on_the_host():
-    meta = [x.to("meta") for x in as_tensors([(1.0, 1.0, 1.0, 2)])]  # a meta tensor has no values to read
+    meta = [x.to("meta") for x in as_tensors([(1.0, 1.0, 1.0, 2, 5)])]  # a meta tensor has no values to read
     bound = torch.ones((), device="meta")
     tally = tally_offpolicy(*meta, bound, bound)
     tally += tally
-    assert (tally.sums.shape, tally.maxima.shape) == ((len(STALENESS_BUCKETS), 8), (len(STALENESS_BUCKETS), 2))
+    assert (tally.sums.shape, tally.maxima.shape) == ((len(STALENESS_BUCKETS), 9), (len(STALENESS_BUCKETS), 3))
+
+
+def test_a_tally_of_ratios_with_a_gradient_has_none():
+    ratio = torch.ones(3, requires_grad=True)
+    tally = tally_offpolicy(ratio, *torch.ones(2, 3), *torch.zeros(2, 3, dtype=torch.int64), 0.8, 1.2)
+    assert not tally.sums.requires_grad and not tally.maxima.requires_grad
+
+
+def metrics_of_a_rank(rank: int, num_ranks: int, port: int, token_list) -> dict[str, float]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    half = len(token_list) // num_ranks
+    tally = tally_offpolicy(*as_tensors(token_list[half * rank : half * (rank + 1)]), 0.8, 1.2)
+    reduced = offpolicy_metrics(tally.all_reduce(dist.group.WORLD))
+    assert offpolicy_metrics(tally) != reduced  # the rank's own tally stays as it is
+    return reduced
+
+
+def test_every_rank_of_a_group_has_the_metrics_of_all_its_tokens(tmp_path):
+    for found in pipeline.run_in_ranks(tmp_path, metrics_of_a_rank, 2, OF_EVERY_KIND):
+        assert found == pytest.approx(metrics_of(OF_EVERY_KIND))
 
 
 def test_without_a_token_there_is_no_metric():
-    assert metrics_of([]) == metrics_of([(1.0, 1.0, 0.0, 3)]) == {}
+    assert metrics_of([]) == metrics_of([(1.0, 1.0, 0.0, 3, 5)]) == {}
 
 
 def test_ratios_that_all_vanished_leave_an_effective_sample_size_of_zero():
-    assert metrics_of([(0.0, 1.0, 1.0, 2)] * 3)["offpolicy/ess"] == 0
+    assert metrics_of([(0.0, 1.0, 1.0, 2, 5)] * 3)["offpolicy/ess"] == 0

@@ -1,11 +1,13 @@
 """BapoPolicyLoss: OpenRLHF's loss where the bounds are fixed, the right gradient where they are found."""
 
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds, tally_contributions
 
 ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
@@ -56,6 +58,7 @@ def test_equals_openrlhfs_loss_bit_for_bit_when_the_ranges_have_zero_width(seed,
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["surrogate", "gradient"]), st.sampled_from([None, 3.0]))
+@settings(max_examples=30)
 def test_gradient_agrees_with_finite_differences_in_float64(seed, contribution, dual_clip):
     batch = micro_batch(seed, torch.float64)
     batch.pop("rollout_log_probs")
@@ -118,6 +121,79 @@ def test_bounds_set_for_the_update_serve_every_micro_batch_until_unset():
     loss.set_bounds(None)
     loss(**batches[0])
     assert len(loss.found) == 2
+
+
+def exactly(bound: float) -> float:
+    """The float32 log-prob difference whose exponential is float32(bound), as nearly all bounds have one."""
+    wanted, log = torch.tensor(bound), torch.tensor(bound, dtype=torch.float64).log().float()
+    for towards in (math.inf, -math.inf):
+        candidate = log
+        for _ in range(8):
+            if candidate.exp() == wanted:
+                return float(candidate)
+            candidate = torch.nextafter(candidate, torch.tensor(towards))
+    return math.nan
+
+
+@pytest.mark.parametrize("side", ["lower", "upper"])
+def test_a_float32_ratio_on_a_bound_keeps_its_gradient_where_the_tally_counts_it_as_inside(side):
+    grid = getattr(ClipConfig(), f"{side}_grid")()
+    exact = {bound: exactly(bound) for bound in grid}
+    exact = {bound: log_ratio for bound, log_ratio in exact.items() if not math.isnan(log_ratio)}
+    # Bounds that float32 rounds up and down: on one of the two a comparison in float64 would err.
+    rounded_up = [float(torch.tensor(bound)) > bound for bound in exact]
+    assert any(rounded_up) and not all(rounded_up)
+    for bound, log_ratio in exact.items():
+        fixed = {f"ratio_{side}_start": bound, f"ratio_{side}_max": bound}
+        loss = BapoPolicyLoss(clip_config=ClipConfig(contribution="gradient", **fixed))
+        log_probs = torch.tensor([[log_ratio]], requires_grad=True)
+        advantage = 1.0 if side == "upper" else -1.0
+        loss(log_probs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1))[0].backward()
+        (found,) = loss.found
+        assert float(found.clip_frac_positive + found.clip_frac_negative) == 0, bound
+        assert float(log_probs.grad) == pytest.approx(-advantage * bound, rel=1e-6), bound
+
+
+@pytest.mark.parametrize("log_ratio", [25.0, -25.0])
+def test_log_ratios_beyond_20_count_as_20_in_the_tally(log_ratio):
+    loss = BapoPolicyLoss(clip_config=ClipConfig())
+    old, advantages, mask = torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
+    found = loss.tally(torch.full((1, 2), log_ratio), old, advantages, mask)
+    clamped = torch.full((1, 2), math.copysign(20.0, log_ratio)).exp()
+    assert torch.equal(found.sums, tally_contributions(clamped, advantages, mask, ClipConfig()).sums)
+
+
+def test_without_a_mask_every_token_counts():
+    batch = micro_batch(7, torch.float64)
+    results = []
+    for mask in (None, torch.ones_like(batch["advantages"])):
+        loss = BapoPolicyLoss(clip_config=ClipConfig())
+        loss(batch["log_probs"], batch["old_log_probs"], batch["advantages"], mask)
+        results += loss.found
+    assert results[0] == results[1]
+
+
+def test_a_sequence_without_a_token_does_not_matter_under_a_sequence_mean():
+    batch = micro_batch(8, torch.float64)
+    batch["action_mask"][2] = False
+    without = {name: x[[0, 1, 3, 4]] for name, x in batch.items()}
+    tallies = [
+        BapoPolicyLoss(clip_config=ClipConfig(), token_level_loss=False).tally(*list(some.values())[:4]).sums
+        for some in (batch, without)
+    ]
+    torch.testing.assert_close(*tallies)
+
+
+def test_the_loss_clips_between_the_bounds_that_were_found():
+    batch = micro_batch(9, torch.float64)
+    loss = BapoPolicyLoss(clip_config=ClipConfig(contribution="gradient"))
+    found = loss(**batch)
+    (bounds,) = loss.found
+    assert (float(bounds.lower), float(bounds.upper)) != (0.6, 1.2)
+    assert 1 - loss.clip_eps_low == bounds.lower and 1 + loss.clip_eps_high == bounds.upper
+    upstream = upstream_loss()
+    upstream.clip_eps_low, upstream.clip_eps_high = 1 - bounds.lower, bounds.upper - 1
+    assert torch.equal(found[0], upstream(**batch)[0])
 
 
 def test_gspo_and_unknown_weights_are_refused():

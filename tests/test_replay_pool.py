@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +174,50 @@ class PoolAgainstModel(RuleBasedStateMachine):
         left = self.totals["exhausted"] + self.totals["expired"] + self.totals["evicted"]
         assert self.totals["added"] - left == len(self.pool)
         self.counts.clear()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("max_reuse", [1, 2, 3])
+def test_a_group_is_drawn_max_reuse_times_and_then_never_again(strategy, max_reuse):
+    pool = filled(ReplayConfig(strategy=strategy, max_reuse=max_reuse, max_staleness=99), 3)
+    for num_drawn in range(1, max_reuse + 1):
+        drawn = pool.sample(3, 3)
+        assert sorted(uids(drawn)) == [0, 1, 2] and {group.num_reused for group in drawn} == {num_drawn}
+        assert len(pool) == (0 if num_drawn == max_reuse else 3)
+    assert pool.sample(3, 3) == []
+    metrics = pool.metrics()
+    assert (metrics["replay/groups_sampled"], metrics["replay/groups_exhausted"]) == (3 * max_reuse, 3)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_group_is_drawn_up_to_max_staleness_versions_later_and_then_expires(max_staleness):
+    for age, num_drawn in ((max_staleness, 1), (max_staleness + 1, 0)):
+        pool = ReplayPool(ReplayConfig(max_staleness=max_staleness))
+        pool.add([make_group(versions=(5,))])
+        assert len(pool.sample(1, 5 + age)) == num_drawn
+        assert pool.metrics()["replay/groups_expired"] == 1 - num_drawn
+
+
+def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first_to_arrive():
+    pool = ReplayPool(ReplayConfig(capacity=2, max_staleness=99))
+    pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 1)))
+    assert pool.metrics()["replay/groups_evicted"] == 2
+    assert sorted(uids(pool.sample(9, 3))) == [0, 2]
+    pool = ReplayPool(ReplayConfig(capacity=1, max_staleness=99))
+    pool.add(make_group(uid, versions=(1,)) for uid in range(3))
+    assert uids(pool.sample(9, 1)) == [2]
+
+
+def test_the_settings_are_those_of_the_readme_unless_given():
+    assert asdict(ReplayConfig()) == {
+        "ratio": 0.0,
+        "capacity": 1024,
+        "max_staleness": 4,
+        "max_reuse": 1,
+        "strategy": "uniform",
+        "skip_uninformative": True,
+        "seed": 0,
+    }
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
@@ -441,11 +485,11 @@ def truncate(file: Path) -> None:
         ("pool.json", Path.unlink, "is missing"),
         ("pool.json", truncate, "is damaged (it is not JSON)"),
         ("pool.json", lambda file: file.write_bytes(b"\xff\xfe"), "is damaged (it is not JSON)"),
-        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 1"),
+        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 2"),
         (
             "pool.json",
-            lambda file: rewrite_json(file, format_version=2),
-            "has format version 2, but this release reads 1",
+            lambda file: rewrite_json(file, format_version=1),
+            "has format version 1, but this release reads 2",
         ),
         ("pool.json", lambda file: rewrite_json(file, num_reused=[0] * 6), "is damaged (its checksum does not match"),
         ("pool.json", lambda file: rewrite_json(file, sha256=None), "is damaged (its checksum does not match"),

@@ -1,37 +1,18 @@
 """Rewards on their way into samples: OpenRLHF's three ways look alike, and a failed one ends the run."""
 
-from types import SimpleNamespace
-
+import pipeline
 import pytest
 import torch
 
-from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
-
 
 @pytest.fixture
-def generator():
-    generator = VersionedSamplesGenerator.__new__(VersionedSamplesGenerator)  # without engines
-    generator.args = SimpleNamespace(
-        reward=SimpleNamespace(remote_url=["http://verifier/get_reward"]), offpolicy=SimpleNamespace(ratio_base=None)
-    )
-    return generator
+def generator(tmp_path):
+    argv = pipeline.flags(tmp_path, reward__remote_url="http://verifier/get_reward,http://second/get_reward")
+    return pipeline.samples_generator(pipeline.parse(argv))
 
 
 def response(reward, extra=1.0) -> dict:
-    """A response as OpenRLHF's SingleTurnAgentExecutor returns it."""
-    return {
-        "prompt": "1+2=",
-        "label": "3",
-        "images": None,
-        "mm_train_inputs": None,
-        "observation_tokens": [4, 5, 6, 7],
-        "action_ranges": [(2, 4)],
-        "rollout_log_probs": None,
-        "truncated": False,
-        "reward": reward,
-        "scores": reward,
-        "extra_logs": {"extra": extra},
-    }
+    return pipeline.response(reward=reward) | {"extra_logs": {"extra": extra}}
 
 
 @pytest.mark.parametrize(
@@ -48,5 +29,7 @@ def test_a_servers_list_of_one_is_a_number_like_any_other(generator, reward, ext
 
 @pytest.mark.parametrize("reward", [None, [None], float("nan"), [float("inf")]])
 def test_a_failed_reward_ends_the_run_with_the_flag(generator, reward):
-    with pytest.raises(RuntimeError, match="--reward.remote_url http://verifier/get_reward: .*RolloutRayActor"):
+    with pytest.raises(
+        RuntimeError, match="--reward.remote_url http://verifier/get_reward,http://second.*: .*RolloutRayActor"
+    ):
         generator._process_response_into_experience(response(reward), max_len=8)

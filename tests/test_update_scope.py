@@ -1,16 +1,22 @@
 """The bounds are those of the whole update, however it is split over micro-batches and data-parallel ranks."""
 
+import json
+import math
 import os
+import shutil
 
 import pipeline
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
-from openrlhf_bapo import BapoPolicyLoss, ClipConfig, register
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig
 
-register()  # also in the processes that a test starts from this module
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
+
 
 # ---- The loss on its own, float64, two gloo processes against one ----
 
@@ -56,9 +62,10 @@ def loss_and_gradient(batch, config, micro_batch_size: int, num_tokens: int, gro
 CASES = [(contribution, micro_batch_size) for contribution in ("surrogate", "gradient") for micro_batch_size in (4, 1)]
 
 
-def rank_main(rank: int, port: int, results) -> None:
+def updates_of_a_rank(rank: int, num_ranks: int, port: int, _) -> dict:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    results = {}
     for contribution, micro_batch_size in CASES:
         batch, config = joined_batch(contribution)
         half = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
@@ -66,15 +73,13 @@ def rank_main(rank: int, port: int, results) -> None:
         bounds, loss, gradient = loss_and_gradient(half, config, micro_batch_size, num_tokens, dist.group.WORLD)
         dist.all_reduce(loss)
         # Data-parallel training averages losses and gradients over ranks.
-        results[contribution, micro_batch_size, rank] = bounds, float(loss) / 2, (gradient / 2).tolist()
-    dist.destroy_process_group()
+        results[contribution, micro_batch_size] = bounds, float(loss) / 2, gradient / 2
+    return results
 
 
 @pytest.fixture(scope="module")
-def by_rank():
-    results = multiprocessing.Manager().dict()
-    multiprocessing.spawn(rank_main, (pipeline.free_port(), results), nprocs=2)
-    return dict(results)
+def by_rank(directory):
+    return pipeline.run_in_ranks(directory, updates_of_a_rank, 2)
 
 
 @pytest.mark.parametrize(("contribution", "micro_batch_size"), CASES)
@@ -84,23 +89,17 @@ def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_r
     start, corner = (0.6, 1.2), (config.lower_grid()[-1], config.upper_grid()[-1])
     assert bounds not in (start, corner) or contribution == "surrogate"  # the search had a choice to make
     (first, first_loss, first_gradient), (second, _, second_gradient) = (
-        by_rank[contribution, micro_batch_size, rank] for rank in range(2)
+        results[contribution, micro_batch_size] for results in by_rank
     )
     assert first == second == bounds
     assert first_loss == pytest.approx(float(loss), rel=1e-12)
-    joined = torch.tensor(first_gradient + second_gradient, dtype=torch.float64)
-    torch.testing.assert_close(joined, gradient, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.cat([first_gradient, second_gradient]), gradient, rtol=1e-12, atol=0)
 
 
 # ---- OpenRLHF's own policy actor and DeepSpeed, float32 ----
 
 SAMPLES = pipeline.make_experience([3, 15, 2, 17, 1, 14, 16, 2], positive=[True, False, True, True, *[False] * 4])
 NUM_UPDATES = 4
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
 def flags(directory, policy_loss="bapo", **overrides) -> list[str]:
@@ -144,11 +143,89 @@ def test_the_reference_updates_move_their_bounds_and_log_no_extra_forward(one_mi
     assert one_micro_batch["status"]["timing/bapo_ratio_forward"] == 0
 
 
+def test_bapos_metrics_are_means_over_the_updates_under_the_names_of_the_design(one_micro_batch):
+    searches, status = one_micro_batch["searches"], one_micro_batch["status"]
+    means = {name: sum(found[name] for found in searches) / NUM_UPDATES for name in searches[0]}
+    expected = {
+        "bapo/clip_low": means["lower"],
+        "bapo/clip_high": means["upper"],
+        "bapo/positive_share": means["positive_share"],
+        "bapo/initial_share": means["initial_share"],
+        "bapo/target_reached": means["reached"],
+        "bapo/clip_frac_positive": means["clip_frac_positive"],
+        "bapo/clip_frac_negative": means["clip_frac_negative"],
+    }
+    assert {name: status[name] for name in expected} == pytest.approx(expected)
+    for name in ("upper", "positive_share", "clip_frac_positive", "clip_frac_negative"):
+        assert searches[-1][name] != pytest.approx(means[name], rel=1e-3), name  # the last one's would be another
+
+
+def test_an_update_without_a_share_is_left_out_of_the_mean_share_and_counts_as_reached(directory):
+    nothing, negative = pipeline.make_experience([3, 5], positive=[False, False])
+    nothing.advantages *= 0
+    one_sample_a_step = flags(
+        directory,
+        train__max_epochs=1,
+        train__batch_size=1,
+        train__micro_batch_size=1,
+        rollout__n_samples_per_prompt=1,
+        algo__advantage__estimator="reinforce",
+    )
+    (result,) = pipeline.train_policy_actors(directory, one_sample_a_step, [[nothing, negative]])
+    assert sorted(result["bounds"]) == [(0.6, 1.2), (pytest.approx(0.9), pytest.approx(3.0))]
+    status = result["status"]
+    assert status["bapo/positive_share"] == status["bapo/initial_share"] == 0  # the negative's, not NaN
+    assert (status["bapo/clip_low"], status["bapo/clip_high"]) == (pytest.approx(0.75), pytest.approx(2.1))
+    assert status["bapo/target_reached"] == 0.5
+
+
+def test_an_update_without_an_advantage_anywhere_trains_at_the_start_bounds(directory):
+    samples = pipeline.make_experience([3, 5])
+    for sample in samples:
+        sample.advantages *= 0
+    step = flags(directory, train__max_epochs=1, train__batch_size=2, train__micro_batch_size=1, rollout__batch_size=1)
+    (result,) = pipeline.train_policy_actors(directory, step, [samples])
+    assert result["bounds"] == [(0.6, 1.2)] and result["status"]["bapo/target_reached"] == 1
+    assert math.isnan(result["status"]["bapo/positive_share"])
+    assert result["status"]["policy_loss"] == result["status"]["actor_grad_norm"] == 0
+    assert all(weight.isfinite().all() for weight in result["weights"].values())
+
+
+@pytest.mark.parametrize("num_samples", [12, 10], ids=["last_of_two", "last_of_one"])
+def test_a_short_last_window_has_bounds_of_its_own(directory, num_samples):
+    # Micro-batches of 2 and windows of 4: 4 + 2, or 4 + 1, which the loss serves from its own ratios.
+    samples = pipeline.make_experience(list(range(1, num_samples + 1)), seed=3)
+    num_epochs = 2
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2, train__max_epochs=num_epochs)
+    (result,) = pipeline.train_policy_actors(directory, split, [samples])
+    num_tokens = [found["num_tokens"] for found in result["searches"]]
+    assert len(num_tokens) == 2 * num_epochs
+    for whole, rest in zip(num_tokens[::2], num_tokens[1::2], strict=True):  # every token once an epoch
+        assert whole + rest == num_samples * (num_samples + 1) / 2
+    # The first step needs no ratio forward, a window of one micro-batch never does.
+    assert result["status"]["timing/bapo_ratio_forward"] == (3 if num_samples == 12 else 1)
+    assert result["searches"][0]["initial_share"] != result["searches"][1]["initial_share"]
+
+
+def test_dropout_is_off_in_the_ratio_forward_and_on_in_the_training_step(directory, tmp_path):
+    shutil.copytree(directory / "model", tmp_path / "model")
+    shutil.copy(directory / "reward.py", tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.5}))
+    stale = flags(tmp_path, train__max_epochs=1, train__micro_batch_size=2, replay__ratio=1)
+    (result,) = pipeline.train_policy_actors(tmp_path, stale, [SAMPLES])
+    (search,) = result["searches"]
+    sizes = [(sample.advantages.abs().sum().item(), (sample.advantages > 0).any()) for sample in SAMPLES]
+    share = sum(size for size, positive in sizes if positive) / sum(size for size, _ in sizes)
+    assert search["initial_share"] == pytest.approx(share, rel=1e-4)  # that of ratios of 1
+    assert result["status"]["offpolicy/ess"] < 0.999  # dropout moves the loss's own ratios
+
+
 def test_gradient_accumulation_of_four_makes_the_updates_of_one_micro_batch(directory, one_micro_batch):
     split = flags(directory, **GRADIENT, train__micro_batch_size=2)
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
     same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] > 0
+    assert result["status"]["timing/bapo_ratio_forward"] == NUM_UPDATES - 1  # one timer each, but for the first
 
 
 def test_the_first_step_after_fresh_rollouts_needs_no_extra_forward(directory):
@@ -171,7 +248,7 @@ def test_dynamic_batch_in_four_micro_batches_makes_the_updates_of_one(directory,
     )
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
     same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] > 0  # there was more than one micro-batch
+    assert result["status"]["timing/bapo_ratio_forward"] == NUM_UPDATES - 1  # there was more than one micro-batch
 
 
 def test_micro_batch_scope_searches_anew_for_every_micro_batch(directory):

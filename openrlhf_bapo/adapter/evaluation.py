@@ -6,14 +6,19 @@ The responses to a problem are written as soon as all n are there, so that a run
     OUT/responses.jsonl   a line a finished problem, appended and flushed
     OUT/results.json      at the end: settings, versions, metrics, and every line of responses.jsonl
     OUT/engines.log       what Ray, vLLM and the reward function print
+    OUT/lock              locked by the process that writes here
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import json
 import math
 import os
 import random
+import subprocess
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +37,19 @@ MAX_NEW_TOKENS = 32768
 # Responses that an engine has to work on at a time. Fewer than vLLM can hold would idle it; many more would leave the
 # last problems to one engine.
 _RESPONSES_PER_ENGINE = 512
+
+# Loads a reward-function file as OpenRLHF's SingleTurnAgentExecutor (utils/agent.py) does. Only who comes to the last
+# line ends with this code, whatever threads the file has started, and if it ends its process itself.
+_LOADED = 42
+_LOAD_REWARD = f"""
+import importlib.util, os, sys
+spec = importlib.util.spec_from_file_location("reward_func", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+if not callable(module.reward_func):
+    raise TypeError("reward_func is no function")
+os._exit({_LOADED})
+"""
 
 
 @dataclass(frozen=True)
@@ -156,17 +174,38 @@ def make_prompts(
 
 
 def reward_endpoints(reward: str | None) -> list[str]:
-    """`remote_rm_url` for OpenRLHF's engines: the parts of `reward`, or the packaged math grader's file.
+    """`remote_rm_url` for OpenRLHF's engines: the file or the URLs of `reward`, or the packaged math grader's file.
 
     Raises:
-        FlagError: if the reward-function file is missing.
+        FlagError: if it is neither a file that is there nor URLs.
     """
     if reward is None:
         return [importlib.util.find_spec("openrlhf_bapo.adapter.math_reward").origin]
+    allowed = "allowed: a reward-function file (.py), or HTTP URLs, comma-separated"
+    if reward.endswith(".py"):
+        if not Path(reward).is_file():
+            raise FlagError(f"--reward {reward}: is missing; {allowed}")
+        return [str(Path(reward).resolve())]
     endpoints = reward.split(",")
-    if endpoints[0].endswith(".py") and not Path(endpoints[0]).is_file():
-        raise FlagError(f"--reward {reward}: is missing; allowed: a reward-function file (.py) or HTTP URLs")
-    return [str(Path(one).resolve()) if one.endswith(".py") else one for one in endpoints]
+    if not all(one.startswith(("http://", "https://")) for one in endpoints):
+        raise FlagError(f"--reward {reward}: {allowed}")
+    return endpoints
+
+
+def try_reward_file(reward: str) -> None:
+    """Load a reward-function file in a process of its own: engines would wait for ever for one that cannot be loaded.
+
+    Raises:
+        FlagError: if it cannot be imported, or has no reward_func.
+    """
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe would stay open with the processes that the file may start
+        command = [sys.executable, "-c", _LOAD_REWARD, reward]
+        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+        errors.seek(0)
+        said = errors.read().split("\n")
+    if loaded.returncode != _LOADED:
+        last = next((line.strip() for line in reversed(said) if line.strip()), f"it exits with {loaded.returncode}")
+        raise FlagError(f"--reward {reward}: cannot be loaded ({last}); allowed: a file that defines reward_func")
 
 
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
@@ -201,7 +240,8 @@ class EvaluationRecord:
         """Open `out`, or make it.
 
         Raises:
-            FlagError: if it was made with other settings, or cannot be made.
+            FlagError: if it was made with other settings, another process writes there, it cannot be made, or a file
+                in it is damaged.
         """
         self.out = Path(out)
         self.settings = settings
@@ -214,15 +254,37 @@ class EvaluationRecord:
 
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            # lockf, not flock: the lock ends with this process, even if a child that it has forked goes on.
+            self._lock = open(self.out / "lock", "w")
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FlagError(f"--out {out}: another process is evaluating into it; allowed: another folder") from error
         except OSError as error:
             raise FlagError(f"--out {out}: cannot be made ({error.strerror}); allowed: a folder") from error
         config = self.out / "config.json"
         if config.exists():
-            self._refuse_other_settings(json.loads(config.read_text()))
+            self._refuse_other_settings(self._read_config(config))
+        elif self.responses_file.exists():
+            raise FlagError(
+                f"--out {out}: has responses.jsonl, but no config.json that says how they were made; allowed: another "
+                "folder"
+            )
         else:
             _write_whole(config, [json.dumps(settings, indent=2)])
         self.responses_file.touch()
         self._read_finished()
+
+    def _read_config(self, config: Path) -> dict:
+        try:
+            saved = json.loads(config.read_text())
+            if not isinstance(saved, dict):
+                raise ValueError("no JSON object")
+        except (OSError, ValueError) as error:
+            raise FlagError(
+                f"--out {self.out}: {config} is damaged ({error}); allowed: another folder, or this one with the file "
+                "as it was"
+            ) from error
+        return saved
 
     def _refuse_other_settings(self, saved: dict) -> None:
         for name in [*self.settings, *saved]:
@@ -235,12 +297,21 @@ class EvaluationRecord:
 
     def _read_finished(self) -> None:
         with open(self.responses_file, "rb+") as file:
-            for line in file:
+            for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     self.num_torn_bytes = len(line)
                     file.truncate(file.seek(-len(line), os.SEEK_END))
                     return
-                self._note(json.loads(line))
+                try:
+                    finished = json.loads(line)
+                    if finished["problem"] in self.finished:
+                        raise ValueError("its problem has a line before it")
+                    self._note(finished)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise FlagError(
+                        f"--out {self.out}: line {number} of {self.responses_file} is damaged ({error}); allowed: "
+                        f"without it, then its problem is done again (sed -i {number}d {self.responses_file})"
+                    ) from error
 
     def append(self, problem: Problem, prompt: str, label: object, responses: list[dict]) -> list[GradedResponse]:
         """Write a finished problem with its n responses, as `describe_response` makes them; they come back graded."""

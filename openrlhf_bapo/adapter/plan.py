@@ -249,7 +249,7 @@ def _count_gpus(plan: Plan, args: Namespace, actor_gpus: int, engine_gpus: int) 
 def _count_steps(plan: Plan, args: Namespace) -> None:
     num_prompts, num_samples = args.rollout.batch_size, args.rollout.n_samples_per_prompt
     fresh, length = num_prompts * num_samples, args.data.max_len
-    num_steps = _num_samples(args) // args.train.batch_size * args.train.max_epochs
+    num_steps = _num_optimizer_steps(args)
     facts = plan.facts
     facts["rollout"] = (
         f"{num_prompts} prompts x {num_samples} samples, at most {fresh * length / 1e6:,.1f} million tokens"
@@ -280,6 +280,35 @@ def _num_samples(args: Namespace) -> int:
     return (fresh + round(args.replay.ratio * fresh)) * args.rollout.n_samples_per_prompt
 
 
+def _num_optimizer_steps(args: Namespace) -> int:
+    """Of one training step at most."""
+    return _num_samples(args) // args.train.batch_size * args.train.max_epochs
+
+
+def num_ratio_forwards(args: Namespace, length: int) -> int:
+    """Optimizer steps of a training step before which all their tokens go through a forward without gradient.
+
+    With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts whose denominators
+    the same weights have just computed (`BapoActorTrainer._before_update`).
+
+    Args:
+        args: as `arguments.parse` gives them.
+        length: mean tokens of a sample, by which dynamic batches are cut.
+    """
+    if args.policy_loss != "bapo" or args.bapo.scope != "update":
+        return 0
+    setup = training_setup(args)
+    gpus_per_sample = setup.ring_attn_size * setup.tensor_parallel_size
+    samples_per_rank = args.train.batch_size // (setup.num_gpus // gpus_per_sample)
+    at_once = args.train.micro_batch_size
+    if args.train.dynamic_batch_enable:
+        at_once = max(1, args.train.max_tokens_per_gpu * gpus_per_sample // length)
+    if samples_per_rank <= at_once:
+        return 0
+    first_ratio_is_one = args.offpolicy.ratio_base == "recomputed" and not args.replay.ratio
+    return _num_optimizer_steps(args) - first_ratio_is_one
+
+
 def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
     setup, engine = training_setup(args), engine_setup(args)
     fresh = args.rollout.batch_size * args.rollout.n_samples_per_prompt
@@ -288,8 +317,14 @@ def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machi
     prompt = max(args.data.max_len - longest, 0)
     length = prompt + response
     trained = _num_samples(args) * length * args.train.max_epochs
-    flops = step_flops(shape, trained, fresh * length, length, setup.gradient_checkpointing)
-    training = flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization)
+    num_forwards = num_ratio_forwards(args, length)
+    ratio_tokens = num_forwards * args.train.batch_size * length
+
+    def training_time(trained_tokens: int, forward_tokens: int) -> tuple[float, int]:
+        flops = step_flops(shape, trained_tokens, forward_tokens, length, setup.gradient_checkpointing)
+        return flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization), flops
+
+    training, flops = training_time(trained, fresh * length + ratio_tokens)
     cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
     sequences = math.ceil(fresh / args.vllm.num_engines)
     rollout = rollout_seconds(shape, engine, cache, sequences, prompt, response, machine.gpu_bandwidth * 1e9)
@@ -298,3 +333,9 @@ def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machi
         f"{training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {machine.utilization:.0%} of {machine.gpu_tflops:g} "
         f"TFLOP/s a GPU)"
     )
+    if num_forwards:
+        seconds, flops = training_time(0, ratio_tokens)
+        plan.facts["of which the ratio forward"] = (
+            f"{seconds / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP) for the clip bounds, before {num_forwards} of "
+            f"{_num_optimizer_steps(args)} optimizer steps"
+        )

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from openrlhf_bapo.adapter.flags import exit_with_one_line
-from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, UnknownKeys, read_problems
+from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, WrongDataset, read_problems
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _ALLOWED = f"{', '.join(_SUFFIXES)}, or a directory made by datasets' save_to_disk or with .parquet files"
+_ENCODING = "utf-8-sig"  # with or without a byte order mark, which spreadsheets and Windows write
 _NUM_NAMED = 5  # rows named in the summary, a reason
 _ROWS_A_PROGRESS_LINE = 100_000
 
@@ -51,25 +52,26 @@ def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
     Raises:
         SourceError: if it cannot be read.
     """
-    # pyarrow's own errors are ValueErrors and OSErrors, those of json and of decoding are ValueErrors.
+    # pyarrow's own errors are ValueErrors and OSErrors, those of json and of decoding are ValueErrors, but for deep
+    # nesting.
     try:
         if path.is_dir():
             yield from _read_directory(path, dataset, split)
         elif path.suffix.lower() == ".parquet":
             yield from _read_parquet([path])
         elif path.suffix.lower() == ".csv":
-            with open(path, encoding="utf-8-sig", newline="") as file:
+            with open(path, encoding=_ENCODING, newline="") as file:
                 yield from csv.DictReader(file, restkey="(not in the header)")
         elif path.suffix.lower() in _SUFFIXES:
             yield from _read_json(path)
         else:
             raise SourceError(f"--source {path}: allowed: {_ALLOWED}")
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise SourceError(f"--source {path}: cannot be read ({_one_line(error)}); allowed: {_ALLOWED}") from error
 
 
 def _read_json(path: Path) -> Iterator[dict]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding=_ENCODING) as file:
         if path.suffix.lower() == ".json" and file.read().lstrip().startswith("["):
             file.seek(0)
             rows = enumerate(json.load(file), start=1)
@@ -85,7 +87,7 @@ def _read_json(path: Path) -> Iterator[dict]:
 def _loads(line: str, number: int) -> object:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"line {number} is no JSON: {error}") from error
 
 
@@ -172,12 +174,16 @@ def main(argv: list[str]) -> None:
     split = args.split or dataset.split
     if args.split and args.source and not args.source.is_dir():
         parser.error(f"--split {args.split}: --source {args.source} is not a directory; allowed: without --split")
+    if args.out.is_dir():
+        parser.error(f"OUT.jsonl {args.out}: is a directory; allowed: a file's path")
+    if args.source and args.source.exists() and args.out.exists() and args.out.samefile(args.source):
+        parser.error(f"OUT.jsonl {args.out}: is --source {args.source}, which would be lost; allowed: another file")
     try:
         rows = read_hub(dataset, split) if args.source is None else read_local(args.source, dataset, split)
         problems = read_problems(_with_progress(rows), dataset)
     except SourceError as error:
         parser.error(str(error))
-    except UnknownKeys as error:
+    except WrongDataset as error:
         parser.error(f"--source {args.source or dataset.repository}: {error}")
 
     summary = []

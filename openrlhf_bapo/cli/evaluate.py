@@ -11,7 +11,7 @@ from typing import TextIO
 
 from openrlhf_bapo.adapter import evaluation
 from openrlhf_bapo.adapter.flags import FlagError, exit_with_one_line
-from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
+from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 # Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
@@ -92,6 +92,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.input_template,
         args.max_new_tokens,
     )
+    if args.reward and args.reward.endswith(".py"):
+        evaluation.try_reward_file(args.reward)
     record = evaluation.EvaluationRecord(
         args.out,
         evaluation.content_settings(args.model, args.data, endpoints)
@@ -194,7 +196,7 @@ class Progress:
 def table(metrics: dict[str, dict[str, Estimate | None]], num_problems: dict[str, int]) -> str:
     """The metrics as aligned text: a row a dataset, the interval beside the first metric."""
     names = list(metrics[MACRO_AVERAGE])
-    rows = [["dataset", "problems", f"{names[0]} [95%]", *names[1:-1], "mean length"]]
+    rows = [["dataset", "problems", f"{names[0]} [{CONFIDENCE:.0%}]", *names[1:-1], "mean length"]]
     for dataset, estimates in metrics.items():
         if dataset == MACRO_AVERAGE and len(num_problems) == 1:
             continue

@@ -6,8 +6,9 @@ Keys and forms differ from dataset to dataset, and between copies of one. What a
     answer     the first of `ANSWER_KEYS` that has a value: text, a number, a list of one answer, a `reward_model`
                with its `ground_truth`, or a worked solution with the answer in its last \\boxed{}
 
-A `MathDataset` says where the rows come from and what else is done to its problems and answers. A row that gives no
-problem with one checkable answer is left out with a reason; of N rows read each one is written or named.
+A `MathDataset` says where the rows come from, how they are told from another dataset's, and what else is done to its
+problems and answers. A row that gives no problem with one checkable answer is left out with a reason; of N rows read
+each one is written or named.
 """
 
 import json
@@ -35,6 +36,12 @@ NO_BOXED = "no answer, and no balanced \\boxed{} in the solution"
 NO_MARK = 'no "####" before the answer'
 WORDS = "answer in words"
 NESTED = "list or dict written as text"
+NO_VALUE = "answer that is no value (inf, nan, true, false, none or null)"
+WORKED = "worked solution in place of an answer"
+OTHER_FORM = "answer that the dataset cannot have"
+OTHER_DATASET = "row of "
+"""And the name of that dataset."""
+
 DUPLICATE = "duplicate of an earlier row"
 CONFLICT = "same problem with another answer"
 
@@ -42,6 +49,10 @@ CONFLICT = "same problem with another answer"
 _IMAGE = re.compile(r"<image|<img\b|!\[[^\]]*\]\(|\\includegraphics(?!.*\s\\nonessentialimage)")
 # What Python makes of a nested value where a file can only hold text, as CSV does.
 _NESTED = re.compile(r"\s*[\[{]\s*[{'\"]")
+# What Python, JSON and spreadsheets write where there is no answer, or only whether one was right.
+_NO_VALUES = ("inf", "infinity", "nan", "true", "false", "none", "null")
+# Of the labels that we know none has 3 words outside of LaTeX's commands.
+_WORDS_OF_A_SOLUTION = 10
 _IDS = ("id", "unique_id", "idx")
 _DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
@@ -54,8 +65,8 @@ class UnusableRow(Exception):
     """A row gives no problem with one checkable answer; the message is the reason, one of the constants above."""
 
 
-class UnknownKeys(Exception):
-    """No row has a key that a problem, or an answer, could stand under; the message names the keys of both sides."""
+class WrongDataset(Exception):
+    """The rows as a whole cannot be the dataset's; the message says what they have and what is allowed."""
 
 
 def last_boxed(text: str) -> str:
@@ -114,8 +125,17 @@ class MathDataset:
     split: str
     """The one that is read unless told otherwise."""
 
+    mark: tuple[str, str]
+    """A key, and a pattern in its text, which no other dataset's rows have; not every copy has it."""
+
     config: str | None = None
     """The hub's name for a part of the repository; None where there is only one."""
+
+    num_problems: int | None = None
+    """Published, in all splits; None: not known."""
+
+    label: str = "(?s:.*)"
+    """Pattern of every answer, as it is written."""
 
     clean_problem: Callable[[str], str] = _unchanged
     clean_answer: Callable[[str], str] = _unchanged
@@ -125,26 +145,72 @@ class MathDataset:
 # Repository, configuration and split as on the hub; the comments say where a dataset comes from and what its rows hold.
 DATASETS = {
     # arXiv 2505.22312. 105,055 rows; `prompt` a chat, `reward_model.ground_truth` a JSON list in a string.
-    "skywork-or1": MathDataset("Skywork/Skywork-OR1-RL-Data", "math"),
+    "skywork-or1": MathDataset("Skywork/Skywork-OR1-RL-Data", "math", mark=("data_source", "^train-math")),
     # arXiv 2503.14476. About 17,000 problems, each a hundred times; `prompt` a chat with an instruction around it.
-    "dapo-math": MathDataset("BytedTsinghua-SIA/DAPO-Math-17k", "train", clean_problem=_without_dapo_instruction),
-    # `problem`, `solution`, `answer`. Answers of the AIME are integers from 000 to 999.
-    "aime24": MathDataset("HuggingFaceH4/aime_2024", "train", clean_answer=_plain_integer),
+    # Its authors turned every answer into an integer.
+    "dapo-math": MathDataset(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "train",
+        mark=("data_source", "^math_dapo"),
+        label=r"-?\d+",
+        clean_problem=_without_dapo_instruction,
+    ),
+    # `problem`, `solution`, `answer`, `url`. Answers of the AIME are integers from 000 to 999.
+    "aime24": MathDataset(
+        "HuggingFaceH4/aime_2024",
+        "train",
+        mark=("url", "/2024_AIME_"),
+        num_problems=30,
+        label=r"\d{1,3}",
+        clean_answer=_plain_integer,
+    ),
     # `problem`, `answer`, `id`.
-    "aime25": MathDataset("math-ai/aime25", "test", clean_answer=_plain_integer),
+    "aime25": MathDataset(
+        "math-ai/aime25",
+        "test",
+        mark=("url", "/2025_AIME_"),
+        num_problems=30,
+        label=r"\d{1,3}",
+        clean_answer=_plain_integer,
+    ),
     # `problem`, `solution`, `answer`, `unique_id`; the 500 problems of arXiv 2305.20050.
-    "math500": MathDataset("HuggingFaceH4/MATH-500", "test"),
-    # `question`, `answer`; other copies have the answer as a float.
-    "amc23": MathDataset("math-ai/amc23", "test", clean_answer=_plain_integer),
-    # arXiv 2206.14858. `question`, `answer`; other copies have the answer in the solution's \boxed{}.
-    "minerva": MathDataset("math-ai/minervamath", "test"),
+    "math500": MathDataset(
+        "HuggingFaceH4/MATH-500", "test", mark=("unique_id", r"^test/\w+/\d+\.json$"), num_problems=500
+    ),
+    # `question`, `answer`, `url`; other copies have the answer as a float. Only problems with an integer were kept.
+    "amc23": MathDataset(
+        "math-ai/amc23",
+        "test",
+        mark=("url", "/2023_AMC_"),
+        num_problems=40,
+        label=r"-?\d+",
+        clean_answer=_plain_integer,
+    ),
+    # arXiv 2206.14858. `question`, `answer`; other copies have the answer in the solution's \boxed{}, and a `type`, the
+    # course, such as "Relativity (8.033 Fall 2006)".
+    "minerva": MathDataset(
+        "math-ai/minervamath", "test", mark=("type", r"\(\S+ (Spring|Fall) \d{4}\)$"), num_problems=272
+    ),
     # arXiv 2402.14008: open-ended, text only, mathematics, English, competition. Every `final_answer` has one entry;
     # what has several parts or solutions lists them inside it, separated by commas.
     "olympiadbench": MathDataset(
-        "Hothan/OlympiadBench", "train", config="OE_TO_maths_en_COMP", clean_answer=_without_words
+        "Hothan/OlympiadBench",
+        "train",
+        config="OE_TO_maths_en_COMP",
+        mark=("subfield", "^(Algebra|Combinatorics|Geometry|Number Theory)$"),
+        num_problems=675,
+        clean_answer=_without_words,
     ),
-    # arXiv 2110.14168. The answer follows "####" at the end of the solution.
-    "gsm8k": MathDataset("openai/gsm8k", "train", config="main", clean_answer=_after_mark),
+    # arXiv 2110.14168. The answer, a number, follows "####" at the end of the solution. 7,473 and 1,319 problems.
+    "gsm8k": MathDataset(
+        "openai/gsm8k",
+        "train",
+        config="main",
+        mark=("answer", "####"),
+        num_problems=8792,
+        label=r"-?\d*\.?\d+",
+        clean_answer=_after_mark,
+    ),
 }
 """By the name that the command takes and that is written as `datasource`."""
 
@@ -152,6 +218,12 @@ DATASETS = {
 def _first(row: dict, keys: Iterable[str]) -> tuple[str, object]:
     by_lower = {name.lower(): value for name, value in row.items() if value is not None}
     return next(((key, by_lower[key]) for key in keys if key in by_lower), ("", None))
+
+
+def _has_mark(row: dict, dataset: MathDataset) -> bool:
+    key, pattern = dataset.mark
+    value = _first(row, [key])[1]
+    return isinstance(value, str) and re.search(pattern, value) is not None
 
 
 def _problem_text(value: object) -> str:
@@ -175,7 +247,7 @@ def _answer_text(key: str, value: object) -> str:
     if isinstance(value, float):
         value = None if math.isnan(value) else int(value) if value.is_integer() else value
     text = _not_nested("" if value is None else str(value).strip())
-    return last_boxed(text) if key == "solution" else text
+    return last_boxed(text) if key == "solution" or "\\boxed{" in text else text
 
 
 def _parsed_list(value: object) -> object:
@@ -199,17 +271,31 @@ def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
     Raises:
         UnusableRow: with the reason.
     """
+    if not _has_mark(row, dataset):
+        for name, other in DATASETS.items():
+            if _has_mark(row, other):
+                raise UnusableRow(OTHER_DATASET + name)
     problem = dataset.clean_problem(_problem_text(_first(row, PROBLEM_KEYS)[1])).strip()
     if not problem:
         raise UnusableRow(NO_PROBLEM)
     if _IMAGE.search(problem) or any(value for key, value in row.items() if key.lower().startswith("image")):
         raise UnusableRow(NEEDS_IMAGE)
-    answer = _answer_text(*_first(row, ANSWER_KEYS))
+    try:
+        answer = _answer_text(*_first(row, ANSWER_KEYS))
+    except RecursionError:
+        raise UnusableRow(NESTED) from None
     if answer.lower() == "proof":
         raise UnusableRow(PROOF)
     label = re.sub(r"(?<!\\)\$", "", dataset.clean_answer(answer)).strip().removesuffix(".").rstrip()
     if not label:
         raise UnusableRow(NO_ANSWER)
+    if label.lstrip("+-").lower() in _NO_VALUES:
+        raise UnusableRow(NO_VALUE)
+    words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", label))
+    if ("\n" in label and "\\begin" not in label) or len(words) >= _WORDS_OF_A_SOLUTION:
+        raise UnusableRow(WORKED)
+    if not re.fullmatch(dataset.label, label):
+        raise UnusableRow(OTHER_FORM)
     return problem, label
 
 
@@ -236,7 +322,8 @@ def read_problems(rows: Iterable[dict], dataset: MathDataset) -> Problems:
     right.
 
     Raises:
-        UnknownKeys: if no row has a key for a problem, or none for an answer.
+        WrongDataset: if no row has a key for a problem, or none for an answer, or there are more problems than were
+            published.
     """
     found = Problems()
     first: dict[str, tuple[str, str, str]] = {}  # by problem without white space: problem, label, name of the row
@@ -262,7 +349,11 @@ def read_problems(rows: Iterable[dict], dataset: MathDataset) -> Problems:
             found.leave_out(CONFLICT, name)
     for looked_for in (PROBLEM_KEYS, ANSWER_KEYS) if found.num_rows else ():
         if not any(key.lower() in looked_for for key in keys):
-            raise UnknownKeys(f"has keys {', '.join(keys)}; allowed: one of {', '.join(looked_for)}")
+            raise WrongDataset(f"has keys {', '.join(keys)}; allowed: one of {', '.join(looked_for)}")
+    if dataset.num_problems is not None and len(first) > dataset.num_problems:
+        raise WrongDataset(
+            f"has {len(first)} different problems; allowed: up to the {dataset.num_problems} of {dataset.repository}"
+        )
     for same_problem in conflicting:
         found.leave_out(CONFLICT, first.pop(same_problem)[2])
     found.usable = [(problem, label) for problem, label, _ in first.values()]

@@ -1,0 +1,267 @@
+"""Mutation testing: small faults are planted one at a time, and the tests of the module must notice each.
+
+cosmic-ray makes the mutants. Its own runner starts a Python process a mutant, which here means ten seconds of imports;
+this one loads the frameworks once and forks, so that a mutant costs what its tests cost. Run in a copy of the tree,
+which scripts/run_mutation_tests.sh makes.
+"""
+
+import argparse
+import ast
+import functools
+import gc
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator, operator_names
+from parso.python.tree import Keyword
+
+# The modules, and the tests that must notice what goes wrong in them, quick ones first.
+TESTS = {
+    "core/clip_bounds.py": ["test_clip_bounds.py"],
+    "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
+    "core/replay_pool.py": ["test_replay_pool.py"],
+    "adapter/flags.py": ["test_flags.py"],
+    "adapter/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
+    "adapter/experience_maker.py": ["test_experience_maker.py"],
+    "adapter/actor_trainer.py": ["test_update_scope.py", "test_off_policy_actor.py"],
+}
+
+FRAMEWORKS = "torch datasets deepspeed peft ray safetensors.torch transformers vllm".split()
+
+# One or two replacements an operator: the others die of the same tests, often at import.
+BINARY = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul BitOr_BitAnd BitAnd_BitOr".split()
+COMPARISON = "Eq_NotEq NotEq_Eq Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE LtE_Gt Gt_LtE GtE_Lt Is_IsNot IsNot_Is".split()
+OPERATORS = re.compile(
+    rf"core/(ReplaceBinaryOperator_({'|'.join(BINARY)})|ReplaceComparisonOperator_({'|'.join(COMPARISON)})|AddNot"
+    "|NumberReplacer|RemoveDecorator|ReplaceAndWithOr|ReplaceOrWithAnd|ReplaceTrueWithFalse|ReplaceFalseWithTrue"
+    "|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ReplaceUnaryOperator_USub_UAdd|ReplaceUnaryOperator_Delete_Not"
+    "|ReplaceUnaryOperator_Invert_.*|ZeroIterationForLoop|ExceptionReplacer)"
+)
+
+
+class RemoveStatement(Operator):
+    """Leaves out an assignment or a call: cosmic-ray's operators change what a line does, none drops it."""
+
+    def mutation_positions(self, node):
+        statement = node.children[0] if node.type == "simple_stmt" else None
+        if statement is None or statement.type not in ("expr_stmt", "atom_expr", "raise_stmt"):
+            return
+        yield node.start_pos, node.end_pos
+
+    def mutate(self, node, index):
+        first = node.children[0].get_first_leaf()
+        node.children[0] = Keyword("pass", first.start_pos, prefix=first.prefix)
+        return node
+
+    @classmethod
+    def examples(cls):
+        return ()
+
+
+def mutants(source: str) -> list[tuple[int, str, str]]:
+    """(line, "old => new", mutated source) of every mutant, annotations and names of types left alone."""
+    left_alone = {
+        line
+        for node in ast.walk(ast.parse(source))
+        for line in _lines_of_annotations(node)
+        # A line holds an annotation and code at once only in a field's or a parameter's default.
+    }
+    first_assignments = set(_lines_of_first_assignments(ast.parse(source)))
+    tree = get_ast(source)
+    found, seen = [], {ast.dump(_Plain().visit(ast.parse(source)))}
+    operators = [get_operator(name)() for name in operator_names() if OPERATORS.fullmatch(name)]
+    for operator in [*operators, RemoveStatement()]:
+        positions = [span for node in ast_nodes(tree) for span in operator.mutation_positions(node)]
+        for occurrence, (start, _) in enumerate(positions):
+            if isinstance(operator, RemoveStatement) and start[0] in first_assignments:
+                continue  # without it a name is unknown, which any test would notice
+            mutated = mutate_code(source, operator, occurrence)
+            try:
+                meaning = ast.dump(_Plain().visit(ast.parse(mutated)))
+            except SyntaxError:  # such as * for ** in a call
+                continue
+            if meaning in seen:
+                continue
+            seen.add(meaning)
+            if start in left_alone or any(start[0] == line and a <= start[1] < b for line, a, b in left_alone):
+                continue
+            before = source.splitlines()[start[0] - 1].strip()
+            is_whole_line = operator.__class__.__name__ in ("RemoveDecorator", "RemoveStatement")
+            change = f"{before} => (removed)" if is_whole_line else _change(source, mutated)
+            found.append((start[0], change, mutated))
+    return sorted(found, key=lambda mutant: mutant[0])
+
+
+class _Plain(ast.NodeTransformer):
+    """`not a == b` becomes `a != b`, and `not not a` becomes `a`: two operators often make the same mutant."""
+
+    OPPOSITE = {ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+    OPPOSITE |= {opposite: operator for operator, opposite in OPPOSITE.items()}
+
+    def visit_UnaryOp(self, node):
+        self.generic_visit(node)
+        inner = node.operand
+        if isinstance(node.op, ast.Not) and isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not):
+            return inner.operand
+        if isinstance(node.op, ast.Not) and isinstance(inner, ast.Compare) and len(inner.ops) == 1:
+            return ast.Compare(inner.left, [self.OPPOSITE[type(inner.ops[0])]()], inner.comparators)
+        return node
+
+
+def _lines_of_first_assignments(scope: ast.AST):
+    known = set()
+    for node in ast.walk(scope):  # level by level, which is good enough for where a name is first met
+        if isinstance(node, ast.FunctionDef) and node is not scope:
+            yield from _lines_of_first_assignments(node)
+    statements = [node for node in ast.walk(scope) if isinstance(node, ast.Assign)]
+    for node in sorted(statements, key=lambda node: node.lineno):
+        names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        if all(isinstance(t, ast.Name | ast.Tuple) for t in node.targets) and not names & known:
+            yield node.lineno
+        known |= names
+
+
+def _lines_of_annotations(node: ast.AST):
+    annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+    for annotation in annotations:
+        if annotation is not None:
+            for line in range(annotation.lineno, annotation.end_lineno + 1):
+                start = annotation.col_offset if line == annotation.lineno else 0
+                yield line, start, annotation.end_col_offset if line == annotation.end_lineno else 1000
+
+
+def _change(source: str, mutated: str) -> str:
+    before, after = source.splitlines(), mutated.splitlines()
+    first = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
+    return f"{before[first].strip()} => {after[first].strip()}"
+
+
+def load_frameworks() -> None:
+    """Import what every test would import, but neither OpenRLHF, which holds our hooks, nor what is mutated."""
+    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    for name in (*FRAMEWORKS, "_hypothesis_pytestplugin", "hypothesis.stateful", "pytest"):
+        importlib.import_module(name)
+    gc.freeze()
+
+
+class ForkedActors:
+    """pytest plugin: the process that forks policy actors is itself forked, instead of started and loaded anew."""
+
+    def pytest_collection_finish(self):
+        pipeline = sys.modules.get("pipeline")
+        if pipeline is None:
+            return
+        started = pipeline._actor_server
+
+        @functools.cache
+        def actor_server(trainer: str):
+            if trainer != "ours":
+                return started(trainer)
+            jobs, answers = os.pipe(), os.pipe()
+            if os.fork() == 0:
+                os.dup2(jobs[0], 0)
+                os.dup2(answers[1], 1)
+                sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+                for end in (*jobs, *answers):
+                    os.close(end)
+                os.chdir(Path(pipeline.__file__).parent)
+                pipeline._serve_actors("ours")
+                os._exit(0)
+            os.close(jobs[0])
+            os.close(answers[1])
+            return argparse.Namespace(stdin=os.fdopen(jobs[1], "w"), stdout=os.fdopen(answers[0]))
+
+        pipeline._actor_server = actor_server
+
+
+def run_tests(tests: list[str], limit: float, log: Path) -> str:
+    """ "survived", "killed", or "timeout", from a forked pytest that stops at the first failure."""
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        import pytest
+
+        plugins = ["no:cacheprovider", "no:unraisableexception", "no:threadexception", "_hypothesis_pytestplugin"]
+        options = ["-x", "-q", "--assert=plain", "--hypothesis-profile=mutation", *(f"-p{name}" for name in plugins)]
+        code = pytest.main([*options, *(f"tests/{name}" for name in tests)], plugins=[ForkedActors()])
+        os._exit(int(code))
+    end = time.monotonic() + limit
+    status = None
+    while status is None and time.monotonic() < end:
+        done, found = os.waitpid(process, os.WNOHANG)
+        if done:
+            status = found
+        else:
+            time.sleep(0.02)
+    try:
+        os.killpg(process, signal.SIGKILL)  # also what its tests have left behind
+    except ProcessLookupError:
+        pass
+    if status is None:
+        os.waitpid(process, 0)
+        return "timeout"
+    if status == 0:
+        return "survived"
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) in (1, 2, 3), log.read_text()[-3000:]
+    return "killed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; default: all")
+    parser.add_argument("--results", type=Path, required=True, help="a JSON line a mutant is written here")
+    parser.add_argument("--survivors-of", type=Path, help="run only the mutants that survived according to this file")
+    parser.add_argument("--list", action="store_true", help="count the mutants, run nothing")
+    args = parser.parse_args()
+    modules = [name.removeprefix("openrlhf_bapo/") for name in args.modules] or list(TESTS)
+    reasons = Path("tests/mutation_survivors.md").read_text()
+    again = None
+    if args.survivors_of:
+        rows = map(json.loads, args.survivors_of.read_text().splitlines())
+        again = {(row["module"], row["change"]) for row in rows if row["outcome"] == "survived"}
+    if not args.list:
+        load_frameworks()
+    log = args.results.with_suffix(".log")
+    for module in modules:
+        path = Path("openrlhf_bapo", module)
+        source = path.read_text()
+        todo = [m for m in mutants(source) if again is None or (module, m[1]) in again]
+        if args.list:
+            print(module, len(todo))
+            continue
+        start = time.monotonic()
+        assert run_tests(TESTS[module], 900, log) == "survived", log.read_text()[-5000:]
+        unchanged = time.monotonic() - start
+        outcomes = []
+        for line, change, mutated in todo:
+            path.write_text(mutated)
+            start = time.monotonic()
+            outcome = run_tests(TESTS[module], 3 * unchanged + 20, log)
+            row = dict(module=module, line=line, change=change, outcome=outcome, seconds=time.monotonic() - start)
+            outcomes.append(row)
+            with open(args.results, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        path.write_text(source)
+        survivors = [row for row in outcomes if row["outcome"] == "survived"]
+        print(
+            f"{module}: {len(outcomes)} mutants, {len(outcomes) - len(survivors)} killed; {unchanged:.0f} s unchanged"
+        )
+        for row in survivors:
+            named = "named" if row["change"] in reasons else "NOT NAMED in tests/mutation_survivors.md"
+            print(f"  openrlhf_bapo/{module}:{row['line']}: {row['change']}  [{named}]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""From generated samples to what the actors train on: denominators, staleness, and the replayed groups' share.
+
+OpenRLHF's RemoteExperienceMaker does its own work here on samples from our SamplesGenerator; what Ray would carry
+between processes stays in this one, and the actor's forward pass is `recomputed`.
+"""
+
+from argparse import Namespace
+from dataclasses import fields
+
+import pipeline
+import pytest
+import torch
+
+from openrlhf_bapo.core.replay_pool import ReplayConfig
+
+
+def recomputed(sequences: torch.Tensor, action_mask: torch.Tensor, **_) -> torch.Tensor:
+    """The actor's log-probs, [batch, actions]: a function of the token, so that every token's can be foretold."""
+    return -sequences[:, 1:].float() / 100
+
+
+class Actors:
+    """Stands for RayActorGroup: calls `recomputed` on every batch."""
+
+    def async_run_method_batch(self, method_name: str, **batches) -> list:
+        names, columns = zip(*batches.items(), strict=True)
+        return [[recomputed(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]]
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    from openrlhf.trainer.ppo_utils import experience_maker
+
+    monkeypatch.setattr(experience_maker, "ray", Namespace(get=lambda refs: refs, put=lambda value: value))
+
+
+NUM_SAMPLES = 4
+
+
+def make_maker(directory, **flags):
+    """Our experience maker as OpenRLHF's trainer builds it: 4 prompts x 4 samples, optimizer steps of 8."""
+    from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
+
+    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
+
+    settings = dict(
+        policy_loss="bapo",
+        reward__remote_url="http://verifier/get_reward",
+        rollout__batch_size=4,
+        rollout__n_samples_per_prompt=NUM_SAMPLES,
+        rollout__micro_batch_size=3,  # batches cut through the groups
+        train__batch_size=8,
+        train__micro_batch_size=2,
+    )
+    args = pipeline.parse(pipeline.flags(directory, **settings | flags))
+    strategy, tokenizer = Namespace(args=args), Namespace(pad_token_id=pipeline.PAD)
+    return OffPolicyExperienceMaker(Actors(), None, None, None, FixedKLController(0), strategy, tokenizer)
+
+
+def publish(maker, version: int) -> None:
+    """Train and publish until `version`: one optimizer step before version 1, two before version 2, and so on."""
+    while maker.policy_version < version:
+        maker.num_optimizer_steps += maker.policy_version + 1
+        maker.count_version()
+
+
+def generated(maker, responses: list[dict]) -> list:
+    generator = pipeline.samples_generator(maker.args)
+    return [generator._process_response_into_experience(response, max_len=64) for response in responses]
+
+
+def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
+    """A whole rollout: lengths 1 to 4 and rewards 0 to 3 within a group; its prompt's number is the label."""
+    return [
+        sample
+        for prompt in range(num_prompts)
+        for sample in generated(
+            maker,
+            [
+                pipeline.response(length, float(length - 1), version) | {"label": str(prompt)}
+                for length in range(1, NUM_SAMPLES + 1)
+            ],
+        )
+    ]
+
+
+def joined(batches) -> list:
+    """The samples of every batch, without padding."""
+    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
+
+    return [sample for batch in batches for sample in remove_padding_in_sequences(split_experience_batch(batch))]
+
+
+def tokens_of(experience, name: str) -> list[float]:
+    """A field's values at the action tokens."""
+    return getattr(experience, name)[experience.action_mask > 0].tolist()
+
+
+# ---- denominators and staleness ----
+
+
+def experience_of(maker, responses: list[dict]):
+    return maker.make_experience(maker.split_rollout_samples(generated(maker, responses)))[0]
+
+
+RESPONSES = [
+    pipeline.response(3, version=[2, 3, 3], log_prob=-0.5),
+    pipeline.response(1, version=3, log_prob=-0.3),
+    pipeline.response(2, version=1, log_prob=-0.2),
+]
+TOKENS = [6, 7, 8, 6, 6, 7]
+
+
+def test_staleness_counts_versions_from_the_one_that_generated_the_token_to_the_one_that_trains(tmp_path):
+    maker = make_maker(tmp_path)
+    publish(maker, 13)
+    maker.version_offset = 10  # a resumed run, whose engines count from 0 again
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "versions") == [12, 13, 13, 13, 11, 11]
+    assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
+    assert tokens_of(experience, "optimizer_steps") == [13, 0, 0, 0, 12 + 13, 12 + 13]
+    elsewhere = experience.action_mask == 0
+    for name in ("versions", "staleness", "optimizer_steps"):
+        assert not getattr(experience, name)[elsewhere].any()
+
+
+def test_a_version_published_without_an_optimizer_step_is_no_optimizer_step_older(tmp_path):
+    maker = make_maker(tmp_path)
+    publish(maker, 3)
+    maker.count_version()  # the critic alone was trained
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "staleness") == [2, 1, 1, 1, 3, 3]
+    assert tokens_of(experience, "optimizer_steps") == [3, 0, 0, 0, 2 + 3, 2 + 3]
+
+
+def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_is_reported_where_fresh(tmp_path):
+    maker = make_maker(tmp_path)
+    publish(maker, 3)
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
+    gaps = [0.5 - 0.07, 0.5 - 0.08, 0.3 - 0.06]  # of the tokens of version 3
+    metrics = maker.metrics()
+    assert metrics.pop("offpolicy/engine_mismatch") == pytest.approx(sum(gaps) / 3)
+    assert metrics == {"offpolicy/mixed_versions": pytest.approx(1 / 3)}  # the first response alone has two
+    assert maker.metrics() == {}
+
+
+def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path):
+    maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
+    publish(maker, 3)
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "action_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
+    assert not experience.action_log_probs[experience.action_mask == 0].any()
+    assert "offpolicy/engine_mismatch" in maker.metrics()
+
+
+def test_an_agent_without_log_probs_is_refused_where_they_are_the_denominator_only(tmp_path):
+    maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
+    with pytest.raises(ValueError, match="--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):
+        experience_of(maker, [pipeline.response(3)] * 3)
+    maker = make_maker(tmp_path)
+    experience_of(maker, [pipeline.response(3)] * 3)
+    assert maker.metrics() == {"offpolicy/mixed_versions": 0}
+
+
+def test_without_a_fresh_token_there_is_no_mismatch_to_report(tmp_path):
+    maker = make_maker(tmp_path)
+    publish(maker, 9)
+    experience_of(maker, RESPONSES)
+    assert "offpolicy/engine_mismatch" not in maker.metrics()
+
+
+def test_without_an_off_policy_feature_experience_is_openrlhfs(tmp_path):
+    maker = make_maker(tmp_path, policy_loss="ppo")
+    experience = experience_of(maker, RESPONSES)
+    assert experience.versions is experience.staleness is experience.optimizer_steps is None and maker.metrics() == {}
+    batches = maker.make_experience_batch(rollout(maker))
+    assert maker.pool is None and maker.fresh is batches
+
+
+# ---- replay ----
+
+
+def test_without_replay_a_training_step_has_the_fresh_samples(tmp_path):
+    maker = make_maker(tmp_path)
+    batches = maker.make_experience_batch(rollout(maker))
+    assert maker.pool is None and maker.fresh is batches
+    assert sum(len(batch.sequences) for batch in batches) == 16
+
+
+def test_the_pool_has_the_flags_settings(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
+    assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
+    assert (maker.policy_version, maker.version_offset, maker.last_checkpoint) == (0, 0, None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_path, dynamic):
+    flags = dict(train__dynamic_batch_enable=True, rollout__max_tokens_per_gpu=16) if dynamic else {}
+    maker = make_maker(tmp_path, replay__ratio=0.5, replay__strategy="oldest", **flags)
+    (first,) = maker.make_experience_batch(rollout(maker))
+    assert len(first.sequences) == 16  # nothing to replay yet: a group is not replayed beside itself
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_added"], metrics["replay/groups_sampled"], metrics["replay/size"]) == (4, 0, 4)
+    first = joined([first])
+    assert [int(sample.response_length) for sample in first] == [1, 2, 3, 4] * 4  # the groups in the order of prompts
+
+    publish(maker, 2)
+    (second,) = maker.make_experience_batch(rollout(maker, version=2))
+    second = joined([second])
+    fresh, replayed = second[:16], second[16:]
+    assert len(replayed) == 2 * NUM_SAMPLES
+    assert all(set(tokens_of(sample, "staleness")) == {0} for sample in fresh)
+    for before, after in zip(first[: 2 * NUM_SAMPLES], replayed, strict=True):
+        assert tokens_of(after, "staleness") == [2] * int(after.response_length)
+        assert tokens_of(after, "optimizer_steps") == [1 + 2] * int(after.response_length)
+        for field in fields(before):
+            value = getattr(before, field.name)
+            if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
+                assert torch.equal(getattr(after, field.name), value), field.name
+        assert {k: float(v) for k, v in after.info.items()} == {k: float(v) for k, v in before.info.items()}
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_sampled"], metrics["replay/groups_exhausted"]) == (2, 2)
+    assert metrics["replay/samples_dropped"] == 0
+    assert [len(batch.sequences) for batch in maker.fresh] != [24]  # statistics describe the rollout alone
+    assert sum(len(batch.sequences) for batch in maker.fresh) == 16
+
+
+def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_age(tmp_path):
+    from openrlhf_bapo.adapter.experience_maker import _to_group
+
+    made = pipeline.make_experience([3, 5], seed=1)
+    for sample in made:
+        step = torch.rand(sample.action_mask.shape)
+        sample.action_log_probs, sample.rollout_log_probs = -step, -step - 0.1
+        sample.base_action_log_probs, sample.values = -step - 0.2, step + 1  # KL as a loss, and GAE
+        sample.versions = 5 * sample.action_mask.int()
+        sample.rewards = sample.scores = sample.info["reward"]
+        sample.truncated = torch.tensor([False])
+    made = joined(made)
+    maker = make_maker(tmp_path, replay__ratio=1)
+    publish(maker, 8)
+    back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
+    for before, after in zip(made, back, strict=True):
+        assert torch.equal(after.staleness, 3 * before.action_mask)
+        assert torch.equal(after.optimizer_steps, (6 + 7 + 8) * before.action_mask)
+        for field in fields(before):
+            value = getattr(before, field.name)
+            if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
+                found = getattr(after, field.name)
+                assert torch.equal(found, value) and found.dtype == value.dtype, field.name
+        assert after.info.keys() == before.info.keys()
+
+
+def test_a_groups_age_is_that_of_its_oldest_action_token(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=2)
+    publish(maker, 5)
+    samples = rollout(maker, version=5)
+    samples[6].versions[samples[6].action_mask > 0] = 4  # one sample of the second group
+    samples[0].versions[samples[0].action_mask == 0] = 1  # the prompt was generated by nobody
+    maker.make_experience_batch(samples)
+    assert sorted(maker.pool._by_version) == [4, 5]
+    assert [len(maker.pool._by_version[version]) for version in (4, 5)] == [1, 3]
+    assert all(
+        group.oldest_version == type(group)(group.samples, group.rewards).oldest_version
+        for group in maker.pool._groups.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_fresh", "batch_size", "num_replayed"),
+    [
+        (0.5, 4, 8, 2),
+        (0.5, 3, 4, 2),  # a short rollout: round(1.5) groups, and any number fills steps of one group
+        (0.5, 3, 8, 1),  # 3 + 1 groups of 4 make whole steps of 8
+        (1, 4, 16, 4),
+        (1, 4, 12, 2),  # of up to 4, the most that make whole steps: 6 groups of 4
+        (2, 4, 8, 6),  # no more than are there, and whole steps
+    ],
+)
+def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_steps(
+    tmp_path, ratio, num_fresh, batch_size, num_replayed
+):
+    flags = dict(rollout__batch_size=6) if batch_size == 12 else {}
+    maker = make_maker(tmp_path, replay__ratio=ratio, train__batch_size=batch_size, **flags)
+    maker.make_experience_batch(rollout(maker, num_prompts=6))
+    (batch,) = maker.make_experience_batch(rollout(maker, num_prompts=num_fresh))
+    assert len(batch.sequences) == (num_fresh + num_replayed) * NUM_SAMPLES
+    assert maker.metrics()["replay/groups_sampled"] == num_replayed
+
+
+def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
+    maker.make_experience_batch(rollout(maker))
+    publish(maker, 2)
+    (batch,) = maker.make_experience_batch(rollout(maker, version=2))
+    assert len(batch.sequences) == 16
+    assert maker.metrics()["replay/groups_expired"] == 4
+
+
+def test_every_rank_gets_as_many_samples_and_none_is_lost_or_doubled(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1, actor__num_gpus_per_node=2)
+    maker.make_experience_batch(rollout(maker))
+    maker.metrics()
+    batches = maker.make_experience_batch(rollout(maker, version=0))
+    assert [len(batch.sequences) for batch in batches] == [16, 16]
+    # Every other sample each: 1 and 3 tokens on rank 0, 2 and 4 on rank 1.
+    lengths = [sorted(batch.response_length.tolist()) for batch in batches]
+    assert lengths == [[1] * 8 + [3] * 8, [2] * 8 + [4] * 8]
+    assert maker.metrics()["replay/samples_dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_prompts", "num_samples", "num_dropped"),
+    [
+        # 3 prompts of 3 samples: 9 samples on two ranks, in micro-batches of 2 on each.
+        (dict(actor__num_gpus_per_node=2), 3, [4, 4], 1),
+        (dict(actor__num_gpus_per_node=2), 2, [3, 3], 2),
+        (dict(), 3, [9], 1),
+        (dict(train__dynamic_batch_enable=True), 3, [9], 3),  # whole optimizer steps of 6
+    ],
+)
+def test_the_rest_of_a_short_rollout_that_fills_no_step_is_counted(
+    tmp_path, flags, num_prompts, num_samples, num_dropped
+):
+    sizes = dict(rollout__n_samples_per_prompt=3, rollout__batch_size=4, train__batch_size=12)
+    if "train__dynamic_batch_enable" in flags:
+        sizes["train__batch_size"] = 6
+    maker = make_maker(tmp_path, replay__ratio=1, **sizes | flags)
+    samples = [s for i, s in enumerate(rollout(maker, num_prompts)) if i % NUM_SAMPLES]  # 3 of 4
+    batches = maker.make_experience_batch(samples)
+    assert [len(batch.sequences) for batch in batches] == num_samples
+    assert maker.metrics()["replay/samples_dropped"] == num_dropped
+
+
+def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1)
+    samples = rollout(maker)
+    for sample in samples[:NUM_SAMPLES]:
+        sample.rewards = torch.tensor([1.0])
+    maker.make_experience_batch(samples)
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_skipped"], metrics["replay/groups_added"]) == (1, 3)
