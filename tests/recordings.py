@@ -1,4 +1,4 @@
-"""Reads what tests/recording/sitecustomize.py has kept of a run, and computes log-probs anew with plain transformers."""
+"""Reads what tests/recording/sitecustomize.py has kept of a run; log-probs anew from plain transformers."""
 
 import collections
 from pathlib import Path

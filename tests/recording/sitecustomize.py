@@ -2,9 +2,10 @@
 
 It hooks into OpenRLHF's own classes, not into ours, and counts on its own. The folder RECORDING gets weights-N.pt, the
 weights of the N-th broadcast, and actor-N-R-I.pt and critic-N-R-I.pt: the I-th micro-batch that rank R trained on, N
-broadcasts in, every tensor of the experience, and for the actor what went into the loss and how much it clipped. A resumed run's broadcasts
-are counted on from RECORDING_START. The run is in float32, in which no version's log-probs are mistaken for another's.
-With RECORDING_MIXED async training publishes weights while responses are under way, whatever is faster.
+broadcasts in, every tensor of the experience, and for the actor what went into the loss and how much that clipped. A
+resumed run's broadcasts are counted on from RECORDING_START. The run is in float32, in which no version's log-probs are
+mistaken for another's. With RECORDING_MIXED async training publishes weights while responses are under way, whatever is
+faster.
 """
 
 import functools
@@ -78,10 +79,10 @@ def _publish_amid_responses(trainer_async) -> None:
         import ray
 
         self.free_slots.put(self.rollout_slots.get_nowait(), block=True)
-        for _ in range(1000):  # at the end no rollout follows
+        end = time.monotonic() + 3  # after the last prompts no rollout begins
+        while time.monotonic() < end:
             if any(ray.get([engine.get_num_unfinished_requests.remote() for engine in self.vllm_engines])):
                 break
-            time.sleep(0.003)
         upstream(self)
 
     trainer.__init__, trainer.broadcast_to_vllm = init, broadcast_to_vllm
