@@ -11,9 +11,9 @@ from openrlhf_bapo.adapter.replay_checkpoint import load_pool, save_pool
 def use_off_policy_parts(trainer_module: ModuleType) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
     from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
-    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+    from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
 
-    trainer_module.SamplesGenerator = VersionedSamplesGenerator
+    trainer_module.SamplesGenerator = make_samples_generator
     name = "TrainingActor"
     if hasattr(trainer_module, "PPOTrainer"):
         name = "PPOTrainer"

@@ -134,6 +134,8 @@ class PartialPool:
 
     def __init__(self, config: PartialConfig):
         self.config = config
+        self.exhausted = False
+        """Whether the prompts of the running episode have all been started."""
         self._groups: dict[int, Group] = {}  # by key
         self._next_key = 0
         self._counters = dict.fromkeys(_COUNTERS, 0)
@@ -267,6 +269,7 @@ class PartialPool:
             "format_version": FORMAT_VERSION,
             "state": state,
             "fingerprint": fingerprint,
+            "exhausted": self.exhausted,
             "next_key": self._next_key,
             "counters": self._counters,
             "segments": self._segments,
@@ -285,6 +288,7 @@ class PartialPool:
         """
         columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
         pool = cls(config)
+        pool.exhausted = record["exhausted"]
         pool._next_key, pool._counters, pool._segments = (record[n] for n in ("next_key", "counters", "segments"))
         rows = iter(from_columns(columns, sum(len(group["responses"]) for group in record["groups"])))
         for saved in record["groups"]:
