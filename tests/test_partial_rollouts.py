@@ -112,11 +112,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.leave(stale, "stale")
         self.pool.expire(self.version)
 
-    @rule()
-    def finish_overdue(self):
+    @rule(before_taking=st.booleans())
+    def finish_overdue(self, before_taking):
         expected = []
         for prompt in list(self.groups) if self.config.on_stale == "finish" else []:
-            last_chance = self.version - self.oldest(prompt) >= self.config.max_staleness
+            last_chance = before_taking and self.version - self.oldest(prompt) >= self.config.max_staleness
             found = [
                 (prompt, i)
                 for i, response in enumerate(self.groups[prompt])
@@ -126,7 +126,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 expected += found
             else:
                 self.leave([prompt], "stale")
-        found = self.pool.overdue(self.version)
+        found = self.pool.overdue(self.version if before_taking else None)
         assert sorted((group.prompt, group.responses.index(response)) for group, response in found) == expected
         for prompt, i in expected:
             self.groups[prompt][i]["complete"] = True

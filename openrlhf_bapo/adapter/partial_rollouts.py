@@ -64,6 +64,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             batch_vllm_engine_call(self.vllm_engines, "wake_up")
         while True:
             self.pool.expire(self._version())
+            self._finish(self.pool.overdue(), generate_kwargs)
             num_missing = num_needed - len(self.pool.complete)
             groups = self.pool.unfinished
             if num_missing > 0:
@@ -71,12 +72,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             if num_missing <= 0 or not groups:
                 break
             self._grow(groups, num_needed, generate_kwargs)
-        overdue = [
-            (group, response, self._grow_on(self.vllm_engines[0], group, [response], 0, generate_kwargs))
-            for group, response in self.pool.overdue(self._version())
-        ]
-        for group, response, ref in overdue:
-            self._note(group, [response], ray.get(ref))
+        self._finish(self.pool.overdue(self._version()), generate_kwargs)
         if self.args.vllm.enable_sleep:
             batch_vllm_engine_call(self.vllm_engines, "sleep")
 
@@ -136,6 +132,13 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
                         send(replacement)
         *_, second_last, last = sorted([began, *ended])
         self._seconds_alone += max(0.0, last - second_last)
+
+    def _finish(self, overdue: list[tuple[Group, Response]], generate_kwargs: dict) -> None:
+        """End responses where they are, with the rewards that they have then."""
+        engine = self.vllm_engines[0]
+        refs = [self._grow_on(engine, group, [response], 0, generate_kwargs) for group, response in overdue]
+        for (group, response), pieces in zip(overdue, ray.get(refs), strict=True):
+            self._note(group, [response], pieces)
 
     def _grow_on(self, engine, group: Group, responses: list[Response], budget: int, generate_kwargs: dict):
         """Send responses of a group to an engine actor; a reference to what its `grow_responses` returns."""

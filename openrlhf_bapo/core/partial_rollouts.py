@@ -193,15 +193,16 @@ class PartialPool:
             if too_old or (drops and any(map(self._is_at_last_segment, group.unfinished))):
                 self.drop(group, "stale")
 
-    def overdue(self, version: int) -> list[tuple[Group, Response]]:
-        """With "finish", the responses that are to be finished as truncated before groups are taken at `version`.
+    def overdue(self, version: int | None = None) -> list[tuple[Group, Response]]:
+        """With "finish", the responses that are to be finished as truncated: those that have all the segments they may.
 
-        They would be too old, or of too many segments, after another rollout. A group with a response that has no token
-        to finish is dropped instead.
+        Args:
+            version: before groups are taken at this version, also those that would be too old at the next one. A group
+                with such a response that has no token to finish is dropped.
         """
         found = []
         for group in self.unfinished if self.config.on_stale == "finish" else []:
-            last_chance = version - group.oldest_version >= self.config.max_staleness
+            last_chance = version is not None and version - group.oldest_version >= self.config.max_staleness
             responses = [r for r in group.unfinished if last_chance or self._is_at_last_segment(r)]
             if all(response.num_tokens for response in responses):
                 found += [(group, response) for response in responses]
