@@ -12,7 +12,7 @@ punish responses without a box:
 
 `rewards` are what is trained on, `scores` what dynamic filtering goes by. To change the limits:
 
-    math_reward.GRADER = MathGrader(num_workers=8, time_limit=10.0)  # from openrlhf_bapo.math_tasks.answers
+    math_reward.GRADER = MathGrader(num_workers=8, time_limit=10.0)  # from openrlhf_bapo.math_tasks.grader
 """
 
 from openrlhf_bapo.adapter.math_reward import reward_func  # noqa: F401

@@ -4,8 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+HOST=${HOST:-127.0.0.1}  # 0.0.0.0 for runs on other machines: whoever reaches the port can have answers graded
 PORT=${PORT:-5000}
 WORKERS=${WORKERS:-$(nproc)}  # grading processes
 
 bash scripts/setup.sh
-exec .venv/bin/openrlhf-bapo serve-math-reward --port "$PORT" --workers "$WORKERS" "$@"
+exec .venv/bin/openrlhf-bapo serve-math-reward --host "$HOST" --port "$PORT" --workers "$WORKERS" "$@"

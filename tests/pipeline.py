@@ -182,7 +182,9 @@ def samples_generator(args: Namespace):
     return VersionedSamplesGenerator(Namespace(args=args), None, None, tokenizer=None, vllm_engines=None)
 
 
-def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours") -> list:
+def train_policy_actors(
+    directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours", num_steps: int = 1
+) -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
 
     As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains, less the
@@ -193,14 +195,18 @@ def train_policy_actors(directory: Path, argv: list[str], samples_by_rank: list[
         argv: flags for our command.
         samples_by_rank: what each rank's replay buffer is filled with.
         trainer: "ours", or "upstream" to leave OpenRLHF's own trainer in place.
+        num_steps: training steps, all over the same samples; from the second on they are fresh, without "log_ratio".
 
     Returns:
-        One dict a rank: `status` (what `fit` reports), `weights` (the model's, by name), `bounds` (per update:
-        lower, upper), `searches` (per update: every field of ClipBounds, and num_tokens, those with an advantage on
-        this rank), `behaviour_log_probs` (per sample), `args` (as training left them). Its clock ticks once a reading:
-        what is reported in seconds counts what was timed.
+        One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
+        (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
+        and num_tokens, those with an advantage on this rank), `behaviour_log_probs` (per sample), `args` (as training
+        left them), `trainer` (its class's module). Its clock ticks once a reading: what is reported in seconds counts
+        what was timed.
     """
-    return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), (argv, samples_by_rank, trainer), trainer)
+    # Parsed here: it registers our parts, which "upstream" must not have.
+    work = parse(argv), samples_by_rank, num_steps
+    return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), work, trainer)
 
 
 def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, trainer: str = "ours") -> list:
@@ -273,30 +279,16 @@ def free_port() -> int:
 
 
 def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
-    argv, samples_by_rank, trainer = argument
-    from openrlhf.trainer.ray import ppo_actor
+    args, samples_by_rank, num_steps = argument
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
     utils.convert_to_torch_dtype = lambda _: torch.float32
-    found = ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader
-    args = parse(argv)  # registers our parts
-    if trainer == "upstream":
-        ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader = found
-        assert found[0].__module__ == "openrlhf.trainer.ray.ppo_actor"
-    else:
-        sys.modules["openrlhf_bapo.adapter.actor_trainer"].time = Namespace(perf_counter=itertools.count(0.0).__next__)
+    if our_trainer := sys.modules.get("openrlhf_bapo.adapter.actor_trainer"):
+        our_trainer.time = Namespace(perf_counter=itertools.count(0.0).__next__)
     args.ds.param_dtype = "fp32"
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
-    behaviour_log_probs = []
-    for sample in samples_by_rank[rank]:
-        log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
-        # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
-        log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
-        sample.action_log_probs = log_probs - log_ratio * sample.action_mask
-        behaviour_log_probs.append(sample.action_log_probs.clone())
-        actor.append(sample)
     searches, loss = [], actor.trainer.actor_loss_fn
     if hasattr(loss, "found"):
         search = loss._search
@@ -308,14 +300,25 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             return found
 
         loss._search = recorded
-    status = actor.fit(0.0)
+    statuses, behaviour_log_probs = [], []
+    for _ in range(num_steps):
+        for sample in samples_by_rank[rank]:
+            log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
+            # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
+            log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
+            sample.action_log_probs = log_probs - log_ratio * sample.action_mask
+            behaviour_log_probs.append(sample.action_log_probs.clone())
+            actor.append(sample)
+        statuses.append(actor.fit(0.0))
     return {
-        "status": status,
+        "statuses": statuses,
+        "status": statuses[-1],
         "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
         "behaviour_log_probs": behaviour_log_probs,
         "args": args,
+        "trainer": type(actor.trainer).__module__,
     }
 
 
@@ -351,6 +354,25 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Pat
         time.sleep(0.2)
 
 
+def run_script(script: str, *flags: str, seconds: float = 900, **environment) -> subprocess.CompletedProcess:
+    """Run one of scripts/ to its end, with variables beside ours; after `seconds` an error, and its end."""
+    process = subprocess.Popen(
+        ["bash", f"scripts/{script}", *flags],
+        cwd=REPOSITORY,
+        env=os.environ | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
@@ -365,6 +387,14 @@ def steps(output: str) -> list[dict[str, float]]:
     """The metrics of every global step in a run's output."""
     found = re.findall(r"Global step \d+: \{(.*)\}", output)
     return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
+
+
+def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
+    """From a run's first two steps to its last two, by far more than the chance of what was drawn in them."""
+    first, last = steps[:2], steps[-2:]
+    means = [sum(step["rollout/reward_mean"] for step in part) / 2 for part in (first, last)]
+    variance = sum(step["rollout/reward_std"] ** 2 / step["rollout/num_samples"] / 4 for step in first + last)
+    assert means[1] - means[0] > 4 * variance**0.5, means
 
 
 if __name__ == "__main__":

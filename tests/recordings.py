@@ -52,6 +52,7 @@ class Policies:
     def __init__(self, model: Path, *folders: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(1)  # a second one gains nothing on tensors of this size, and waits on busy cores
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._weights = {0: {name: weight.clone() for name, weight in self._model.state_dict().items()}}
         for folder in folders:
@@ -82,6 +83,37 @@ class Policies:
             log_probs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None]).squeeze(-1)
             found[rows] = torch.where(chosen[rows], log_probs, found[rows])
         return found
+
+
+def steps_by_version(batch: dict[str, torch.Tensor], num_first: int) -> dict[int, int]:
+    """Optimizer steps that were made after each version's broadcast, from `num_first` micro-batches of a rank each."""
+    last_places = collections.defaultdict(int)
+    for version, place in zip(batch["version"].tolist(), batch["place"].tolist(), strict=True):
+        last_places[version] = max(last_places[version], place)
+    return {version: (place + 1) // num_first for version, place in last_places.items()}
+
+
+def assert_optimizer_steps_are_counted(
+    batch: dict[str, torch.Tensor], logged: list[dict], num_first: int, steps: dict[int, int]
+) -> None:
+    """Every token's count is of the optimizer steps between its weights and the current ones, and so is what is logged.
+
+    Args:
+        batch: from `trained_on`.
+        logged: the run's metrics, a dict a training step.
+        num_first: micro-batches of a rank in an optimizer step.
+        steps: by version, from `steps_by_version`; of all versions in the batch.
+    """
+    mask, versions = batch["action_mask"] > 0, sorted(set(batch["version"].tolist()))
+    before = torch.tensor([sum(steps[v] for v in range(version)) for version in range(versions[-1] + 1)])
+    expected = before[batch["version"]][:, None] - before[batch["versions"].long()]
+    assert torch.equal(batch["optimizer_steps"].long(), torch.where(mask, expected, 0))
+    for version, metrics in zip(versions, logged, strict=True):
+        rows = batch["version"] == version
+        behind = (batch["optimizer_steps"] + (batch["place"] // num_first)[:, None])[rows][mask[rows]].double()
+        assert metrics["offpolicy/optimizer_steps_taken"] == steps[version]
+        assert metrics["offpolicy/optimizer_steps_max"] == behind.max()
+        assert abs(metrics["offpolicy/optimizer_steps_mean"] - behind.mean()) < 1e-6
 
 
 def assert_ratios_are_against_the_policy_that_generated(

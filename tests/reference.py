@@ -43,7 +43,10 @@ def walk(config: ClipConfig):
 
 
 def search(tokens, config: ClipConfig) -> dict:
-    """The chosen bounds, share there and at the start, and whether the target was reached."""
+    """The chosen bounds, share there and at the start, and whether the target was reached.
+
+    Also the share there by either definition, and the fraction of tokens with a positive advantage.
+    """
     tokens = [token for token in tokens if token[2] > 0]
     initial = None
     for lower, upper in walk(config):
@@ -52,9 +55,16 @@ def search(tokens, config: ClipConfig) -> dict:
         if initial is None:
             initial = share
             if math.isnan(share):
-                return dict(lower=lower, upper=upper, positive_share=share, initial_share=share, reached=True)
+                reached = True
+                break
         value = share if config.target_kind == "share" else positive / (negative + 1e-8)
         reached = value >= config.positive_contribution_target
         if reached:
             break
-    return dict(lower=lower, upper=upper, positive_share=share, initial_share=initial, reached=reached)
+    found = dict(lower=lower, upper=upper, positive_share=share, initial_share=initial, reached=reached)
+    for contribution in ("surrogate", "gradient"):
+        positive, negative = contributions(tokens, lower, upper, contribution)
+        found[f"{contribution}_share"] = positive / (positive + negative) if positive + negative > 0 else math.nan
+    signs = [advantage > 0 for _, advantage, _ in tokens if advantage != 0]
+    found["positive_token_frac"] = sum(signs) / len(signs) if signs else math.nan
+    return found

@@ -47,10 +47,10 @@ def test_imports_go_from_cli_to_adapter_to_the_three_that_know_no_framework(file
 
 def test_importing_the_package_loads_no_framework():
     code = f"import sys, openrlhf_bapo; print(*({FRAMEWORKS!r} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.strip() == ""
 
 
 def test_the_loss_can_be_imported_without_registering_first():
     code = "from openrlhf_bapo import BapoPolicyLoss, ClipConfig; BapoPolicyLoss(clip_config=ClipConfig())"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

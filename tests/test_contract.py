@@ -32,6 +32,7 @@ CALLABLES = [
     ("openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", ["self", "name", "dtype", "shape"]),
     ("openrlhf.trainer.ppo_trainer", "prepare_datasets", ["strategy", "tokenizer"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.broadcast_to_vllm", ["self"]),
+    ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.ppo_train", ["self", "global_steps"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.save_logs_and_checkpoints", ["self", "global_step"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.save_best_checkpoint", ["self", "eval_metrics", "global_step"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer._compute_rollout_stats", ["self", "experiences"]),
@@ -116,6 +117,8 @@ SOURCES = [
     ("openrlhf.utils.deepspeed.deepspeed", 'init_device_mesh(\n            "cuda", ', "the device mesh on CPU"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", 'torch.device(f"cuda:{', "the replay buffer's device on CPU"),
     ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
+    ("deepspeed.runtime.engine", "self.global_steps += 1", "staleness in optimizer steps"),
+    ("openrlhf.trainer.ppo_trainer", "status = self.ppo_train(global_step)", "the count of optimizer steps"),
     ("deepspeed.runtime.zero.partition_parameters", "launch_handles[-1].wait()", "the CPU's own gather of parameters"),
     ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
 ]

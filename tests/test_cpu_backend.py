@@ -58,7 +58,7 @@ def fill_under_zero3(rank: int, port: int, results) -> None:
 @without_cuda
 def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_read():
     results = multiprocessing.Manager().dict()
-    multiprocessing.spawn(fill_under_zero3, (pipeline.free_port(), results), nprocs=2)
+    multiprocessing.spawn(fill_under_zero3, (pipeline.free_port(), results), nprocs=2, daemon=True)
     assert len(results) == 80 and all(results.values())
 
 
@@ -73,6 +73,7 @@ def test_the_users_environment_wins():
         capture_output=True,
         text=True,
         check=True,
+        timeout=120,
         env={"VLLM_CPU_KVCACHE_SPACE": "3", "PATH": ""},
     )
     assert run.stdout.split() == ["3", "cpu"]
@@ -87,4 +88,4 @@ import openrlhf_bapo.adapter, os, sys
 assert all(getattr(torch.cuda, name) is function for name, function in before.items())
 assert "DS_ACCELERATOR" not in os.environ and "flash_attn.bert_padding" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""})
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""}, timeout=120)

@@ -285,9 +285,8 @@ def test_a_file_with_too_many_problems_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), True, False, "inf", "$-\\inf$", "NaN", "None", "null."])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), True, False, "inf", "$-inf$", "NaN", "None", "null."])
 def test_a_label_that_is_no_value_is_left_out(tmp_path, capsys, value, suffix):
-    value = "-inf" if value == "$-\\inf$" else value
     rows = [{"problem": "Find $x$.", "answer": value}]
     said = mistake(capsys, "math500", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / f"rows{suffix}", rows))
     assert "1 answer that is no value (inf, nan, true, false, none or null) (row 1)" in said
@@ -333,7 +332,10 @@ def test_deep_nesting_is_one_line(tmp_path, capsys, name, depth):
     row = '{"problem": "Find $x$.", "answer": ' + "[" * depth + "]" * depth + "}"
     (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f"{row}\n")
     said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", tmp_path / name)
-    assert f"--source {tmp_path / name}: " in said and ("cannot be read" in said or "1 list or dict" in said)
+    assert f"--source {tmp_path / name}: " in said
+    # What the parser still reads is a row like any other.
+    assert "1 list or dict written as text (row 1)" in said or depth == DEEP and "cannot be read" in said
+    assert depth < DEEP or name == "rows.json" or "line 1 is no JSON" in said
 
 
 @pytest.mark.parametrize("answer", ["[" * DEEP, "[" * DEEP + "]" * DEEP])

@@ -145,6 +145,14 @@ def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_
     assert maker.metrics() == {}
 
 
+def test_mixed_versions_is_the_fraction_of_the_responses_with_more_than_one(tmp_path):
+    maker = make_maker(tmp_path)
+    maker.policy_version = 3
+    mixed = [pipeline.response(3, version=[2, 3, 3]), pipeline.response(2, version=[1, 3])]
+    experience_of(maker, [*mixed, pipeline.response(3, version=2)])
+    assert maker.metrics() == {"offpolicy/mixed_versions": pytest.approx(2 / 3)}
+
+
 def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
     publish(maker, 3)
@@ -296,6 +304,33 @@ def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
     (batch,) = maker.make_experience_batch(rollout(maker, version=2))
     assert len(batch.sequences) == 16
     assert maker.metrics()["replay/groups_expired"] == 4
+
+
+def test_groups_that_are_too_old_make_no_room_for_others(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
+    maker.policy_version = 1
+    maker.make_experience_batch([*rollout(maker, 3, version=0), *rollout(maker, 1, version=1)])
+    maker.policy_version, _ = 2, maker.metrics()
+    # One group is left, and with it four fresh ones would make half an optimizer step too many.
+    (batch,) = maker.make_experience_batch(rollout(maker, version=2))
+    assert len(batch.sequences) == 16
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_expired"], metrics["replay/groups_sampled"]) == (3, 0)
+
+
+def test_a_last_rollout_too_short_for_a_replayed_group_has_none(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=0.25, rollout__batch_size=8)
+    maker.make_experience_batch(rollout(maker, 8))
+    (batch,) = maker.make_experience_batch(rollout(maker, 1))  # a quarter of a group, and half an optimizer step
+    assert len(batch.sequences) == NUM_SAMPLES
+    assert maker.metrics()["replay/samples_dropped"] == 0
+
+
+def test_ranks_that_share_a_sequence_count_as_one(tmp_path):
+    ring = dict(actor__num_gpus_per_node=2, ds__ring_attn_size=2, ds__packing_samples=True)
+    maker = make_maker(tmp_path, replay__ratio=1, **ring)
+    (batch,) = maker.make_experience_batch(rollout(maker))
+    assert len(batch.sequences) == 16
 
 
 def test_every_rank_gets_as_many_samples_and_none_is_lost_or_doubled(tmp_path):

@@ -1,4 +1,8 @@
-"""The math grader: what it finds equal, where it finds answers, and that nothing in an answer can stop it."""
+"""The math grader: what it finds equal, where it finds answers, and that nothing in an answer can stop it.
+
+data/math_pairs.jsonl: an `answer`, or a whole `response`, a `gold`, whether a mathematician calls them `equal`, the
+`kind`, and what plain math-verify says of them. data/gold_answers.json: the gold answers of the benchmarks.
+"""
 
 import json
 import os
@@ -8,27 +12,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import math_verify
 import pytest
-from hypothesis import given
+import sympy
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
-from pipeline import REPOSITORY
 
 from openrlhf_bapo.math_tasks import answers as math_answers
-from openrlhf_bapo.math_tasks.answers import MathGrader, extract_answer, is_correct, response_from_query
+from openrlhf_bapo.math_tasks.answers import extract_answer, is_correct, response_from_query
+from openrlhf_bapo.math_tasks.grader import Grade, MathGrader
 
-DATA = REPOSITORY.parent / "shared" / "data"
-GOLDS = {
-    "aime24": lambda row: row["answer"],
-    "amc23": lambda row: str(row["answer"]),
-    "gsm8k_test": lambda row: row["answer"].split("####")[1].strip(),
-    "gsm8k_train": lambda row: row["answer"].split("####")[1].strip(),
-    "minerva_math": lambda row: balanced_box(row["solution"]),
-    "olympiadbench": lambda row: row["final_answer"][0],
-}
+DATA = Path(__file__).parent / "data"
+PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
+GOLDS = json.loads((DATA / "gold_answers.json").read_text())
+NEEDS_A_WORKER = "\\boxed{\\sqrt{8}}", "2\\sqrt{2}"
+# 9^(9^(9^9)) does not fit into any memory, and Python's power of integers does not return.
+ENDLESS = "\\boxed{9^{9^{9^{9}}}+1}", "2"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def grader():
 
 @pytest.fixture(scope="module")
 def patient_grader():
-    grader = MathGrader(num_workers=2, time_limit=60.0)
+    grader = MathGrader(num_workers=2, time_limit=100.0)
     yield grader
     grader.close()
 
@@ -53,24 +56,116 @@ def equal(answer, gold) -> bool:
     return is_correct(boxed(answer), str(gold))
 
 
+# Pairs that a mathematician has judged ------------------------------------------------------------------------------
+
+
+def response_of(pair: dict) -> str:
+    return pair["response"] if "response" in pair else boxed(pair["answer"])
+
+
+def math_verify_alone(pair: dict) -> bool:
+    """Plain math-verify with its defaults, on the whole response and the gold in a box, as it wants LaTeX."""
+    answer, gold = (math_verify.parse(text, parsing_timeout=None) for text in (response_of(pair), boxed(pair["gold"])))
+    return math_verify.verify(gold, answer, timeout_seconds=None)
+
+
+def test_wherever_math_verify_is_right_so_are_we(patient_grader, capsys):
+    grades = patient_grader.grade([response_of(pair) for pair in PAIRS], [pair["gold"] for pair in PAIRS])
+    ours = [grade.is_correct for grade in grades]
+    table = {
+        "false negatives": [pair["equal"] and not right for pair, right in zip(PAIRS, ours, strict=True)],
+        "false positives": [not pair["equal"] and right for pair, right in zip(PAIRS, ours, strict=True)],
+    }
+    theirs = {
+        "false negatives": sum(pair["equal"] and not pair["math_verify"] for pair in PAIRS),
+        "false positives": sum(not pair["equal"] and pair["math_verify"] for pair in PAIRS),
+    }
+    with capsys.disabled():
+        num_equal = sum(pair["equal"] for pair in PAIRS)
+        print(f"\n{len(PAIRS)} pairs of {len({pair['kind'] for pair in PAIRS})} kinds, {num_equal} of them equal")
+        for name, wrong in table.items():
+            print(f"  {name}: {sum(wrong)}, math-verify alone {theirs[name]}")
+    wrong = [pair for pair, right in zip(PAIRS, ours, strict=True) if pair["equal"] != right]
+    assert [pair for pair in wrong if pair["equal"] == pair["math_verify"]] == []
+    assert [pair for pair in wrong if not pair["equal"]] == []
+    assert len(wrong) <= 12 and len(PAIRS) >= 600
+
+
+def test_the_recorded_verdicts_of_math_verify_are_those_of_the_installed_one():
+    pairs = random.Random(0).sample(PAIRS, 30)
+    assert [pair for pair in pairs if math_verify_alone(pair) != pair["math_verify"]] == []
+
+
+def test_the_table_has_equal_pairs_and_near_misses_of_every_kind():
+    counts = Counter((pair["kind"], pair["equal"]) for pair in PAIRS)
+    assert len(PAIRS) == len({(response_of(pair), pair["gold"]) for pair in PAIRS})
+    assert all(counts[kind, equal] >= 4 for kind, _ in counts for equal in (True, False))
+
+
+# Generated pairs -----------------------------------------------------------------------------------------------------
+
+REWRITINGS = [sympy.expand, sympy.factor, sympy.radsimp, sympy.together]
+numbers = st.one_of(
+    st.integers(-9, 9).filter(bool).map(sympy.Integer),
+    st.fractions(-5, 5, max_denominator=9).filter(bool).map(sympy.Rational),
+    st.sampled_from([2, 3, 5, 6, 7, 8, 12]).map(sympy.sqrt),
+    st.sampled_from([2, 3, 5, 6, 8, 10]).map(sympy.log),
+    st.just(sympy.pi),
+)
+
+
+def combine(parts):
+    return st.one_of(
+        st.tuples(parts, parts).map(lambda pair: pair[0] + pair[1]),
+        st.tuples(parts, parts).map(lambda pair: sympy.Mul(*pair, evaluate=False)),
+        st.tuples(parts, parts.filter(lambda part: abs(part.evalf()) > 0.01)).map(lambda pair: pair[0] / pair[1]),
+        parts.map(lambda part: part**2),
+    )
+
+
+# Not rational: these are compared without math-verify.
+expressions = st.recursive(numbers, combine, max_leaves=5).filter(
+    lambda value: not value.doit().is_Rational and 1e-3 < abs(value.evalf()) < 1e6
+)
+
+
+def latex(value) -> str:
+    return sympy.latex(value, ln_notation=True)
+
+
+@st.composite
+def changed_constants(draw, value):
+    """The same with one of its numbers changed, to another value."""
+    constants = sorted(value.atoms(sympy.Rational) - {-1}, key=str)
+    assume(constants)
+    constant = draw(st.sampled_from(constants))
+    changed = value.xreplace({constant: constant + draw(st.sampled_from([-1, 1, sympy.Rational(1, 2)]))})
+    size = changed.evalf()
+    assume(size.is_finite and size.is_comparable and abs(size - value.evalf()) > 1e-3 * abs(value.evalf()))
+    return changed
+
+
+# Shrinking 20 expressions would take minutes.
+SLOW = settings(max_examples=4, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+@SLOW
+@given(st.lists(expressions, min_size=20, max_size=20))
+def test_hundreds_of_generated_numbers_equal_what_they_are_rewritten_to(patient_grader, values):
+    pairs = [(latex(rewrite(value)), latex(value)) for value in values for rewrite in REWRITINGS]
+    grades = patient_grader.grade([boxed(answer) for answer, _ in pairs], [gold for _, gold in pairs])
+    assert [pair for pair, grade in zip(pairs, grades, strict=True) if not grade.is_correct] == []
+
+
+@SLOW
+@given(st.lists(expressions.flatmap(lambda value: st.tuples(st.just(value), changed_constants(value))), min_size=20))
+def test_generated_numbers_with_one_constant_changed_are_wrong(patient_grader, pairs):
+    pairs = [(latex(changed), latex(rewrite(value))) for value, changed in pairs for rewrite in REWRITINGS[:2]]
+    grades = patient_grader.grade([boxed(answer) for answer, _ in pairs], [gold for _, gold in pairs])
+    assert [pair for pair, grade in zip(pairs, grades, strict=True) if grade != Grade(False)] == []
+
+
 # Real gold answers ---------------------------------------------------------------------------------------------------
-
-
-def balanced_box(solution: str) -> str:
-    """What the one box of a solution holds, found without the grader."""
-    start = end = solution.index("\\boxed{") + len("\\boxed{")
-    depth = 1
-    while depth:
-        depth += {"{": 1, "}": -1}.get(solution[end], 0)
-        end += 1
-    return solution[start : end - 1]
-
-
-def golds_of(name: str) -> list[str]:
-    path = DATA / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"{path} is missing")
-    return [GOLDS[name](json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def same_value(a: str, b: str) -> bool:
@@ -84,28 +179,26 @@ def same_value(a: str, b: str) -> bool:
 
 @pytest.mark.parametrize("name", GOLDS)
 def test_every_gold_answer_of_the_benchmarks_is_right_against_itself(name, patient_grader):
-    golds = golds_of(name)
     for response in (boxed, "Let us see.\nThe answer is {}.".format, "So:\n{}".format):
         # A line is no place for a gold with a line break.
-        asked = [gold for gold in golds if response is boxed or "\n" not in gold]
+        asked = [gold for gold in GOLDS[name] if response is boxed or "\n" not in gold]
         grades = patient_grader.grade([response(gold) for gold in asked], asked)
         assert [gold for gold, grade in zip(asked, grades, strict=True) if not grade.is_correct] == []
-        assert len(asked) >= len(golds) - 1
+        assert len(asked) >= len(GOLDS[name]) - 1
 
 
 @pytest.mark.parametrize("name", GOLDS)
 def test_every_gold_answer_of_the_benchmarks_is_wrong_against_another_one(name, patient_grader):
-    golds = golds_of(name)
-    random.Random(0).shuffle(golds)
+    golds = random.Random(0).sample(GOLDS[name], min(len(GOLDS[name]), 60))
     pairs = [pair for pair in zip(golds, golds[1:] + golds[:1], strict=True) if not same_value(*pair)]
     grades = patient_grader.grade([boxed(answer) for answer, _ in pairs], [gold for _, gold in pairs])
-    assert [pair for pair, grade in zip(pairs, grades, strict=True) if grade.is_correct] == []
-    assert all(grade.failure is None for grade in grades)
+    assert [pair for pair, grade in zip(pairs, grades, strict=True) if grade != Grade(False)] == []
     assert len(pairs) > 0.9 * len(golds)
 
 
 # What is equal -------------------------------------------------------------------------------------------------------
 
+FEW = settings(max_examples=15)
 integers = st.integers(-(10**12), 10**12)
 fractions = st.fractions(-1000, 1000, max_denominator=999)
 
@@ -115,6 +208,7 @@ def as_latex(value: Fraction, factor: int = 1) -> str:
     return f"{sign}\\frac{{{abs(value.numerator) * factor}}}{{{value.denominator * factor}}}"
 
 
+@FEW
 @given(integers, integers)
 def test_integers_are_right_exactly_if_they_are_equal(a, b):
     assert equal(a, b) == (a == b)
@@ -122,6 +216,7 @@ def test_integers_are_right_exactly_if_they_are_equal(a, b):
     assert equal(a, f"{a}.0") and equal(f"${a}$", a) and equal(f"x = {a}", a) and equal(a, f"$\\boxed{{{a}}}$")
 
 
+@FEW
 @given(fractions, st.integers(2, 50))
 def test_a_fraction_equals_its_other_forms(value, factor):
     forms = [
@@ -145,18 +240,21 @@ def test_different_fractions_are_wrong(a, b):
     assert equal(as_latex(a), as_latex(b)) == (a == b)
 
 
+@FEW
 @given(st.fractions(Fraction(1, 50), 100, max_denominator=99))
 def test_a_rounded_decimal_is_right_from_six_places_on(value):
     assert equal(f"{float(value):.8f}", as_latex(value))
     assert not equal(f"{float(value) * 1.001:.8f}", as_latex(value))
 
 
+@FEW
 @given(st.integers(100, 999), st.integers(100, 999), st.integers(-30, 30), st.integers(-30, 30))
 def test_scientific_notation_is_compared_at_any_size(a, b, i, j):
     same = Fraction(a) * Fraction(10) ** i == Fraction(b) * Fraction(10) ** j
     assert equal(f"{a / 100} \\times 10^{{{i}}}", f"{b / 100}e{j}") == same
 
 
+@FEW
 @given(st.lists(integers, min_size=2, max_size=6, unique=True), st.randoms())
 def test_sets_and_lists_are_equal_in_any_order_and_tuples_only_in_theirs(elements, rng):
     shuffled = rng.sample(elements, len(elements))
@@ -167,8 +265,11 @@ def test_sets_and_lists_are_equal_in_any_order_and_tuples_only_in_theirs(element
     assert not equal(plain, ", ".join(map(str, elements[1:])))
 
 
+@FEW
 @given(fractions, fractions, st.sampled_from(["()", "(]", "[)", "[]"]), st.sampled_from(["()", "(]", "[)", "[]"]))
 def test_intervals_are_equal_in_bounds_and_brackets(low, high, brackets, others):
+    assume(low < high)
+
     def interval(kind, *bounds):
         return f"\\left{kind[0]}{bounds[0]}, {bounds[1]}\\right{kind[1]}"
 
@@ -178,6 +279,7 @@ def test_intervals_are_equal_in_bounds_and_brackets(low, high, brackets, others)
     assert equal(f"{interval(brackets, 1, 2)} \\cup {gold}", f"{gold} \\cup {interval(brackets, 1, 2)}")
 
 
+@FEW
 @given(
     fractions,
     st.sampled_from(
@@ -188,75 +290,49 @@ def test_intervals_are_equal_in_bounds_and_brackets(low, high, brackets, others)
             " hours",
             " square meters",
             r"^{\circ}",
-            r"\%",
             r"\text{ cm}^2",
         ]
     ),
 )
 def test_units_and_signs_do_not_matter(value, unit):
     assert equal(as_latex(value) + unit, as_latex(value))
-    assert equal(f"\\${as_latex(value)}", as_latex(value) + unit)
+    assert equal(f"\\${as_latex(value)}", as_latex(value))
     assert not equal(as_latex(value + 1) + unit, as_latex(value))
 
 
-@given(st.one_of(integers.map(str), fractions.map(as_latex)), st.one_of(integers.map(str), fractions.map(as_latex)))
-def test_the_cheap_comparison_of_numbers_agrees_with_math_verify(a, b):
+plain_numbers = st.one_of(
+    integers.map(str),
+    integers.map("{:,}".format),
+    fractions.map(str),
+    fractions.map(as_latex),
+    st.decimals(-1000, 1000, places=3).map(str),
+)
+
+
+@FEW
+@given(plain_numbers, plain_numbers)
+def test_the_comparison_in_the_calling_thread_agrees_with_math_verify(a, b):
     for answer in (a, b):
         sides = [math_verify.parse(f"${text}$", parsing_timeout=None) for text in (b, answer)]
-        cheap = math_answers._equal(answer, b, math_answers._undecided)
-        assert cheap == math_verify.verify(*sides, timeout_seconds=None)
+        plainly = math_answers.is_plainly_equal(math_answers.find_answer(boxed(answer)), b)
+        assert plainly in (None, math_verify.verify(*sides, timeout_seconds=None))
+        assert plainly is not None or "." in answer + b
 
 
-EQUAL = [
-    (r"2^{10}", "1024"),
-    (r"\sqrt{8}", r"2\sqrt{2}"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt 2}"),
-    (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"),
-    (r"x \le 2", r"(-\infty, 2]"),
-    (r"[0, 1]", r"0 \leq x \leq 1"),
-    (r"x=2 \text{ and } y=3", "y=3, x=2"),
-    ("2, 3", "x=2, y=3"),
-    ("(2,3)", "(x,y)=(2,3)"),
-    (r"(x+1)^2", r"x^2+2x+1"),
-    ("y=2x", "2x-y=0"),
-    ("f(x)=2x", "2x"),
-    (r"0.\overline{3}", r"\frac{1}{3}"),
-    ("100, 101", "100,101"),
-    (r"\text{(B)}", "B"),
-    ("B. 15", "B"),
-    (r"\text{Yes}", "yes"),
-    ("no solution", r"\text{No solution}"),
-    (r"1.5 \text{ million}", "1,500,000"),
-    (r"6.28318530717", r"2\pi"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}"),
-]
-DIFFERENT = [
-    ("0.33", "1/3"),
-    (r"1.41", r"\sqrt{2}"),
-    ("2n", "2"),
-    ("2 t", "2"),
-    ("x=2", "y=2"),
-    ("even", "veen"),
-    ("A", "B"),
-    (r"\infty", r"-\infty"),
-    ("10^{20}+1", "10^{20}"),
-    (r"2.26 \cdot 10^{-10} \cdot 1", "3.61e-10"),
-    (r"\{1,2\}", "(1,2)"),
-    ("1,2", "1"),
-    ("(312,123)", "312123"),
-    (r"x < 2", r"(-\infty, 2]"),
-    ("not sure", "5"),
-]
-
-
-@pytest.mark.parametrize(("answer", "gold"), EQUAL)
-def test_equal_answers_are_right(answer, gold):
-    assert equal(answer, gold)
-
-
-@pytest.mark.parametrize(("answer", "gold"), DIFFERENT)
-def test_different_answers_are_wrong(answer, gold):
-    assert not equal(answer, gold)
+@pytest.mark.parametrize(
+    ("answers", "form"),
+    [
+        (["7", "$7$", "7.0", r"x = 7", r"\text{7}", r"7\text{ cm}", r"\frac{14}{2}", "7."], "7"),
+        (["1,500", "1500", r"1{,}500", r"\$1500", "1500.00"], "1500"),
+        (["0.75", r"\frac34", "3/4", r"\dfrac{6}{8}", "\u00be"], "3/4"),
+        (["2, 3", "3,2", r"3 \text{ and } 2"], "2,3"),
+        (["(2, 3)", r"\left(2,3\right)"], "(2,3)"),
+        ([r"\text{Yes}", "yes"], "yes"),
+        (["A", r"\text{A}"], "A"),
+    ],
+)
+def test_answers_that_look_alike_have_one_form_to_be_counted(answers, form):
+    assert [extract_answer(boxed(answer)) for answer in answers] == [form] * len(answers)
 
 
 # Where the answer stands ---------------------------------------------------------------------------------------------
@@ -278,6 +354,10 @@ def test_different_answers_are_wrong(answer, gold):
         ("<think>8</think>\n7", "7"),
         (r"<think>\boxed{7}", None),  # cut off in its reasoning
         (r"\boxed{7} or rather \boxed{8", None),  # cut off in its answer
+        (r"Thus $\boxed 7$.", "7"),
+        ("Answer: 7 apples. I hope it is correct.", "7"),
+        ("So\n\\[\nx = 7.\n\\]", "7"),
+        (r"x is $\boxed{2}$ and y is $\boxed{3}$", "2,3"),
         ("", None),
         (" \n ", None),
     ],
@@ -306,28 +386,50 @@ def test_the_response_is_what_follows_the_prompt_without_special_tokens(number):
 
 # Hostile text and worker processes -----------------------------------------------------------------------------------
 
+HOSTILE_ANSWERS = [
+    "9^{9^{9^{9}}}+1",
+    "((((99!)!)!)!)!",
+    "(" * 990 + "x" + ")" * 990,
+    "{" * 100_000 + "5" + "}" * 100_000,
+    "1+" * 500_000 + "1",
+    "1" + " " * 1900 + "y",
+    "~" * 2000,
+    "~" * 1990,
+    r"\pm 1," * 280 + "2",
+    "9" * 1900 + "^{2}",
+    "5 " + r"\text{ cm }/ " * 140,
+    "5" + " ab" * 600,
+    "5" + " /" * 950,
+    r"\frac{" * 300,
+    "1 2/3" * 390,
+    r"3\sin " * 380,
+    "\u00bd" * 1990,
+    r"\{" * 990,
+    "\0 5 \0",
+    "\ud800^2",
+    "\u202e5 \u0665 \U0001f600^2",
+    "__import__('os')._exit(0)",
+    "import os; os.kill(os.getppid(), 9)",
+    "1/0",
+    r"\frac{x}{0}",
+]
 HOSTILE = [
-    boxed("9^{9^{9^{9}}}"),
-    boxed("((((99!)!)!)!)!"),
-    boxed("(" * 990 + "x" + ")" * 990),
-    boxed("{" * 100_000 + "5" + "}" * 100_000),
-    boxed("1+" * 500_000 + "1"),
+    *map(boxed, HOSTILE_ANSWERS),
     "\\boxed{" * 140_000,
     "\\boxed{1}" * 100_000,
-    boxed("1" + " " * 1900 + "y"),
-    boxed(r"\pm 1," * 300 + "2"),
-    boxed("9" * 1900 + "^{2}"),
+    "\\boxed{1} and \\boxed{2}" * 50_000,
+    "\\boxed 1" * 100_000,
+    ("\\boxed" + " " * 100) * 5000,
+    "\\boxed{" + "{}" * 400_000 + "}",
     "9" * 1_000_000,
+    "$" * 1_000_000,
+    "a\n" * 500_000,
+    "<|" * 400_000,
     "</think><think>" * 60_000,
     "the answer is " * 70_000,
-    boxed("\0 5 \0"),
-    boxed("\ud800^2"),
+    "answer " * 100_000,
+    "I hope it is correct." * 40_000,
     "x\n\udfff",
-    boxed("\u202e5 \u0665 \U0001f600^2"),
-    boxed("__import__('os')._exit(0)"),
-    boxed("import os; os.kill(os.getppid(), 9)"),
-    boxed("1/0"),
-    boxed(r"\frac{x}{0}"),
     "\\boxed{5",
     "}}}}\\boxed 5}",
     "",
@@ -337,22 +439,27 @@ HOSTILE = [
 
 def test_hostile_answers_are_wrong_and_the_next_ordinary_one_is_right(grader):
     timeouts = grader.timeouts
-    responses = [response for hostile in HOSTILE for response in (hostile, boxed(r"\sqrt{8}"))]
-    grades = grader.grade(responses, ["2\\sqrt{2}"] * len(responses))
+    responses = [response for hostile in HOSTILE for response in (hostile, NEEDS_A_WORKER[0])]
+    grades = grader.grade(responses, [NEEDS_A_WORKER[1]] * len(responses))
     assert [grade.is_correct for grade in grades] == [False, True] * len(HOSTILE)
     assert grades[0].failure == "timeout" and grader.timeouts > timeouts
 
 
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_the_calling_thread_takes_less_than_a_second_for_a_megabyte_of_hostile_text(response):
+    start = time.thread_time()  # the seconds that this thread computes, however busy the machine is
+    answer = math_answers.find_answer(response_from_query(response, ""))
+    math_answers.is_plainly_equal(answer, math_answers.find_gold(response))
+    extract_answer(response)
+    assert time.thread_time() - start < 1
+
+
 @given(st.text(st.one_of(st.sampled_from("\\{}()[],^_$%=. 0123456789abx\n"), st.characters()), max_size=60))
-def test_no_text_stops_the_cheap_comparison(text):
-    for response in (text, boxed(text), f"Answer: {text}"):
+def test_no_text_stops_the_calling_thread(text):
+    for response in (text, boxed(text), f"Answer: {text}", f"\\boxed {text}"):
         extract_answer(response)
         for gold in ("5", text):
-            answer = math_answers._final_answer(response)
-            try:
-                answer is None or math_answers._equal(answer, gold, math_answers._undecided)
-            except math_answers._UndecidedError:
-                pass
+            math_answers.is_plainly_equal(math_answers.find_answer(response), math_answers.find_gold(gold))
 
 
 def test_threads_that_grade_at_once_get_their_own_results(grader):
@@ -367,7 +474,7 @@ def test_threads_that_grade_at_once_get_their_own_results(grader):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
     assert results == {i: [(k + i) % 2 == 0 for k in range(2, 8)] for i in range(8)}
 
 
@@ -391,53 +498,83 @@ def wait_until_none_is_left(session: int, seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
+def child_of(pid: int) -> int:
+    """The process that a worker has forked."""
+    deadline = time.monotonic() + 30
+    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return int(children[0])
+
+
 def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
-    grader = MathGrader(num_workers=1, time_limit=60.0)
-    assert grader.grade([boxed(r"\sqrt{8}")], [r"2\sqrt{2}"])[0].is_correct
-    future = grader.submit(boxed("9^{9^{9^{9}}}"), "x")
-    (worker,) = grader._pool._pool_manager.worker_manager.workers
-    clock = Path(f"/proc/{worker}/stat")
-    start = int(clock.read_text().split()[13])
-    while int(clock.read_text().split()[13]) < start + 20:  # 0.2 s into the power
-        time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
-    assert future.result() == math_answers.Grade(False, "crash") and grader.crashes == 1
-    assert grader.grade([boxed(r"\sqrt{8}")], [r"2\sqrt{2}"])[0].is_correct
-    # An idle worker's end leaves pebble without a pool.
-    (worker,) = grader._pool._pool_manager.worker_manager.workers
-    os.kill(worker, signal.SIGKILL)
-    while grader._pool.active:
-        time.sleep(0.05)
-    assert grader.grade([boxed(r"\sqrt{8}")], [r"2\sqrt{2}"])[0].is_correct
+    grader = MathGrader(num_workers=1, time_limit=100.0)
+    assert grader.grade(*zip(NEEDS_A_WORKER, strict=True)) == [Grade(True)]
+    (worker,) = grader._workers
+    child = child_of(worker.pid)
+    for victim in (child, worker.pid):
+        future = grader.submit(*ENDLESS)
+        clock, deadline = Path(f"/proc/{child_of(worker.pid)}/stat"), time.monotonic() + 60
+        start = int(clock.read_text().split()[13])
+        while int(clock.read_text().split()[13]) < start + 20:  # 0.2 s into the power
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(victim, signal.SIGKILL)
+        assert future.result(60) == Grade(False, "crash")
+        assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True)
+    assert grader.crashes == 2
+    # An idle one's end costs no answer.
+    (worker,) = grader._workers
+    for victim in (child_of(worker.pid), worker.pid):
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(0.5)
+        assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True)
+    assert grader.crashes == 2
     grader.close()
 
 
-def test_a_worker_cannot_take_more_memory_than_its_limit(grader):
-    assert grader._schedule(eval, f"len(bytes({grader.memory_limit // 2}))").result() == grader.memory_limit // 2
-    with pytest.raises(MemoryError):
-        grader._schedule(eval, f"len(bytes({grader.memory_limit * 2}))").result()
+def test_a_worker_cannot_take_more_memory_than_its_limit():
+    big = r"\boxed{\frac{7^{7^{8}}}{7^{7^{8}}}+\sqrt{8}}", r"1+2\sqrt{2}"  # 2 MB each, and more for their quotient
+    for megabytes, is_enough in ((1024, True), (1, False)):
+        grader = MathGrader(num_workers=1, time_limit=100.0, memory_limit=megabytes << 20)
+        assert grader.submit(*big).result(90).is_correct == is_enough
+        grader.close()
+
+
+def test_an_ordinary_answer_does_not_wait_for_all_hostile_ones_before_it():
+    grader = MathGrader(num_workers=1, time_limit=20.0)
+    hostile = [grader.submit(*ENDLESS) for _ in range(4)]
+    assert grader.submit(*NEEDS_A_WORKER).result(100) == Grade(True)
+    assert not any(future.done() for future in hostile)
+    grader.close()
+    assert [future.result(10) for future in hostile] == [Grade(False, "crash")] * 4
+
+
+def test_closing_ends_what_is_at_work_and_a_later_call_starts_anew():
+    grader = MathGrader(num_workers=1, time_limit=100.0)
+    futures = [grader.submit(*ENDLESS) for _ in range(100)]
+    grader.close()
+    assert [future.result(10) for future in futures] == [Grade(False, "crash")] * 100
+    assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True) and grader.crashes == 100
+    grader.close()
+
+
+def test_a_grade_cannot_be_cancelled(grader):
+    future = grader.submit(*NEEDS_A_WORKER)
+    assert not future.cancel() and future.result(60) == Grade(True)
 
 
 UNGUARDED_SCRIPT = r"""
 import sys
-from openrlhf_bapo.math_tasks.answers import MathGrader
+from openrlhf_bapo.math_tasks.grader import MathGrader
 
 print("main runs", flush=True)
-grader = MathGrader(2, 1.0)
-assert grader.grade([r"\boxed{\sqrt{8}}"], [r"2\sqrt{2}"])[0].is_correct
-future = grader.submit(r"\boxed{9^{9^{9^{9}}}}", "x")
+grader = MathGrader(2, 100.0)
+hostile = grader.submit(r"\boxed{9^{9^{9^{9}}}+1}", "2")
+assert grader.grade([r"\boxed{\sqrt{8}}"] * 2, [r"2\sqrt{2}"] * 2)[1].is_correct
 print("ready", flush=True)
 sys.stdin.read()
 """
-
-
-def test_closing_ends_what_is_at_work_and_a_later_call_starts_anew():
-    grader = MathGrader(num_workers=1, time_limit=60.0)
-    futures = [grader.submit(boxed("9^{9^{9^{9}}}"), "x") for _ in range(100)]
-    grader.close()
-    assert [future.result() for future in futures] == [math_answers.Grade(False, "crash")] * 100
-    assert grader.grade([boxed(r"\sqrt{8}")], [r"2\sqrt{2}"])[0].is_correct and grader.crashes == 100
-    grader.close()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=["SIGKILL", "SIGTERM", "exit"])
@@ -448,9 +585,9 @@ def test_workers_do_not_run_the_main_script_and_end_with_it(tmp_path, how):
         [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     lines = [process.stdout.readline() for _ in range(2)]
-    assert len(session_processes(process.pid)) >= 4  # itself, the server that forks, two workers
+    assert len(session_processes(process.pid)) >= 4  # itself, two workers, and the child that computes
     if how:
         process.send_signal(how)
     output = "".join(lines) + process.communicate(timeout=60)[0]
     assert output == "main runs\nready\n"
-    wait_until_none_is_left(process.pid)
+    wait_until_none_is_left(process.pid, seconds=5)

@@ -1,11 +1,14 @@
 """The plan against what is planned: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
 
+import copy
+import functools
 import importlib
 import json
 import multiprocessing
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -350,6 +353,7 @@ STAGES = (0, 1, 2, 3)
 # 24 samples of 8 tokens in a rollout, 8 in an optimizer step, 2 epochs.
 RATIO_LENGTH, RATIO_BATCH = 8, 8
 RATIO_FLAGS = {
+    "rollout__micro_batch_size": 4,
     "policy_loss": "bapo",
     "rollout__batch_size": 6,
     "rollout__n_samples_per_prompt": 4,
@@ -424,6 +428,25 @@ def test_the_actor_makes_as_many_ratio_forwards_as_the_plan_says(measured, tmp_p
     forwards = num_ratio_forwards(pipeline.parse(ratio_argv(tmp_path, world_size, case)), RATIO_LENGTH)
     assert forwards == RATIO_CASES[case][world_size]
     assert measured[world_size]["ratio samples"][case] == forwards * RATIO_BATCH / world_size
+
+
+@given(st.integers(1, 6), st.integers(1, 50), st.integers(1, 200), st.sampled_from([1, 2]))
+def test_a_dynamic_batch_is_one_micro_batch_where_openrlhf_makes_one(num_samples, length, limit, ring_attn_size):
+    from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size
+
+    args = copy.deepcopy(dynamic_args())
+    args.train.batch_size, args.train.max_tokens_per_gpu = num_samples, limit
+    args.ds.ring_attn_size = args.actor.num_gpus_per_node = ring_attn_size
+    num_micro_batches = get_minimum_num_micro_batch_size([length] * num_samples, limit, ring_attn_size, 1)
+    assert (num_ratio_forwards(args, length) > 0) == (num_micro_batches > 1)
+
+
+@functools.cache
+def dynamic_args():
+    """Arguments of a run with dynamic batches, of 24 samples a rollout."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "reward.py").touch()
+        return pipeline.parse(ratio_argv(Path(directory), 1, "dynamic batch"))
 
 
 @pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])

@@ -28,7 +28,9 @@ def stale_samples(staleness: list[int], log_ratios: list[float]) -> list:
     return samples
 
 
-def one_update(directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, **flags) -> list[dict]:
+def one_update(
+    directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, num_steps: int = 1, **flags
+) -> list[dict]:
     """One optimizer step over eight samples, the first of its training step; what each rank says."""
     settings = dict(
         policy_loss="bapo",
@@ -42,7 +44,8 @@ def one_update(directory, staleness: list[int], log_ratios: list[float], num_ran
     samples = stale_samples(staleness, log_ratios)
     size = len(samples) // num_ranks
     by_rank = [samples[start : start + size] for start in range(0, len(samples), size)]
-    return pipeline.train_policy_actors(directory, pipeline.flags(directory, **settings | flags), by_rank)
+    argv = pipeline.flags(directory, **settings | flags)
+    return pipeline.train_policy_actors(directory, argv, by_rank, num_steps=num_steps)
 
 
 STALENESS = [0, 0, 1, 2, 3, 4, 7, 9]
@@ -145,6 +148,13 @@ def test_two_ranks_report_the_metrics_of_all_tokens(directory, stale_update):
         assert {name: result["status"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_training_step_reports_its_own_tokens(directory):
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, num_steps=2)
+    stale, fresh = result["statuses"]
+    assert stale["offpolicy/ratio_max"] == pytest.approx(math.exp(0.7), rel=1e-4)
+    assert fresh["offpolicy/ratio_max"] == pytest.approx(1, abs=1e-4)
+
+
 def test_log_ratios_beyond_20_count_as_20(directory):
     log_ratios = [0, 0, 0, 25.0, 25.0, 0, 0, -25.0]
     (result,) = one_update(directory, STALENESS, log_ratios)
@@ -173,11 +183,20 @@ def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(direc
     assert found != pytest.approx(share(tokens()), rel=1e-2)
 
 
-@pytest.mark.parametrize("given", [dict(policy_loss="ppo", replay__ratio=None), dict(policy_loss="ppo")])
-def test_without_stale_samples_there_are_no_off_policy_metrics_and_without_bapo_none_of_bapo(directory, given):
+@pytest.mark.parametrize(
+    ("given", "areas"),
+    [
+        (dict(policy_loss="gspo", replay__ratio=None), set()),
+        (dict(policy_loss="ppo", replay__ratio=None), {"bapo"}),
+        (dict(policy_loss="ppo"), {"bapo", "offpolicy"}),
+    ],
+    ids=["gspo", "ppo", "ppo with replay"],
+)
+def test_a_loss_without_token_ratios_logs_no_share_and_a_run_without_off_policy_features_no_staleness(
+    directory, given, areas
+):
     (result,) = one_update(directory, [0] * 8, [0.0] * 8, **given)
-    areas = {name.split("/")[0] for name in result["status"] if "/" in name}
-    assert areas == (set() if "replay__ratio" in given else {"offpolicy"})
+    assert {name.split("/")[0] for name in result["status"] if "/" in name} == areas
 
 
 def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(directory):

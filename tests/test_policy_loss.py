@@ -70,6 +70,7 @@ def test_gradient_agrees_with_finite_differences_in_float64(seed, contribution, 
 
 
 @given(st.integers(0, 10_000))
+@settings(max_examples=50)
 def test_tokens_outside_the_bounds_get_zero_gradient_and_all_others_their_ratio(seed):
     batch = micro_batch(seed, torch.float64)
     loss = BapoPolicyLoss(clip_config=ClipConfig())
@@ -171,6 +172,14 @@ def test_without_a_mask_every_token_counts():
         loss(batch["log_probs"], batch["old_log_probs"], batch["advantages"], mask)
         results += loss.found
     assert results[0] == results[1]
+
+
+def test_a_token_of_a_sequence_mean_weighs_one_over_its_responses_length():
+    lengths = torch.tensor([1, 2, 4])
+    mask = (torch.arange(4) < lengths[:, None]).double()
+    loss = BapoPolicyLoss(clip_config=ClipConfig(), token_level_loss=False)
+    tally = loss.tally(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor([[1.0], [-2.0], [4.0]]).expand(3, 4), mask)
+    assert tally.sums.sum(1).tolist() == pytest.approx([7, 7, 7])  # 1 + 2 + 4 whatever the length, of 7 tokens
 
 
 def test_a_sequence_without_a_token_does_not_matter_under_a_sequence_mean():

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from matplotlib import pyplot
 from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf_bapo.cli import plot, progress
@@ -26,7 +27,7 @@ def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
 
 def follow(tmp_path, text: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
 
 
 def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
@@ -42,16 +43,22 @@ def test_a_run_that_finished_no_step_shows_its_last_lines(tmp_path):
     assert "something broke" in run.stderr
 
 
-def test_the_picture_holds_every_curve_that_was_logged(tmp_path):
+def test_the_picture_holds_every_curve_that_was_logged_and_the_target(tmp_path, monkeypatch):
+    tags = [tag for _, panel in plot._PANELS for tag in panel] + ["eval/eval_sums_pass1"]
+    curves = {tag: [place + step / 8 for step in range(5)] for place, tag in enumerate(tags)}
     writer = SummaryWriter(tmp_path / "tensorboard")
-    for step in range(5):
-        writer.add_scalar("train/rollout/reward_mean", step / 5, step)
-        writer.add_scalar("train/bapo/clip_high", 1.2 + step / 10, step)
+    for tag, values in curves.items():
+        for step, value in enumerate(values):
+            writer.add_scalar(tag, value, step)
     writer.close()
-    scalars = plot.read_scalars(tmp_path)
-    assert scalars["train/rollout/reward_mean"] == ([0, 1, 2, 3, 4], pytest.approx([0, 0.2, 0.4, 0.6, 0.8]))
-    plot.main([str(tmp_path / "tensorboard"), str(tmp_path / "curves.png"), "--target", "0.5"])
+    assert plot.read_scalars(tmp_path) == {tag: ([0, 1, 2, 3, 4], values) for tag, values in curves.items()}
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plot.main([str(tmp_path / "tensorboard"), str(tmp_path / "curves.png"), "--target", "0.45"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [line for axis in figures[0].axes for line in axis.lines]
+    assert all(any(list(line.get_ydata()) == values for line in drawn) for values in curves.values())
+    assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
 
 
 def test_a_folder_without_a_log_is_refused(tmp_path, capsys):

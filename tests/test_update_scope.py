@@ -160,6 +160,19 @@ def test_bapos_metrics_are_means_over_the_updates_under_the_names_of_the_design(
         assert searches[-1][name] != pytest.approx(means[name], rel=1e-3), name  # the last one's would be another
 
 
+def test_every_training_step_reports_its_own_updates_and_begins_on_policy(directory):
+    split = flags(directory, **GRADIENT, train__micro_batch_size=2)
+    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES], num_steps=2)
+    assert len(result["searches"]) == 2 * NUM_UPDATES
+    for step, status in enumerate(result["statuses"]):
+        searches = result["searches"][step * NUM_UPDATES : (step + 1) * NUM_UPDATES]
+        mean = sum(found["initial_share"] for found in searches) / NUM_UPDATES
+        assert status["bapo/initial_share"] == pytest.approx(mean)
+        assert status["timing/bapo_ratio_forward"] == NUM_UPDATES - 1
+    first, second = (status["bapo/initial_share"] for status in result["statuses"])
+    assert first != pytest.approx(second, rel=1e-3)
+
+
 def test_an_update_without_a_share_is_left_out_of_the_mean_share_and_counts_as_reached(directory):
     nothing, negative = pipeline.make_experience([3, 5], positive=[False, False])
     nothing.advantages *= 0
@@ -272,7 +285,7 @@ def test_ppo_and_zero_width_bapo_are_openrlhfs_ppo_bit_for_bit(directory):
     split = dict(train__micro_batch_size=2, actor__entropy_coef=0)
     ppo = flags(directory, "ppo", **split, actor__eps_clip_low_high=None)
     (expected,) = pipeline.train_policy_actors(directory, ppo, [SAMPLES], trainer="upstream")
-    assert expected["status"]["ppo_clip_ratio"] > 0
+    assert expected["trainer"] == "openrlhf.trainer.ray.ppo_actor" and expected["status"]["ppo_clip_ratio"] > 0
     (result,) = pipeline.train_policy_actors(directory, ppo, [SAMPLES])
     equal_but_for_bapos_metrics(result, expected)
     zero_width = dict(

@@ -198,7 +198,8 @@ def try_reward_file(reward: str) -> None:
     Raises:
         FlagError: if it cannot be imported, or has no reward_func.
     """
-    with tempfile.TemporaryFile("w+") as errors:  # a pipe would stay open with the processes that the file may start
+    # A pipe would stay open with the processes that the file may start.
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
         command = [sys.executable, "-c", _LOAD_REWARD, reward]
         loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
         errors.seek(0)

@@ -4,7 +4,8 @@ import os
 
 import torch
 
-from openrlhf_bapo.math_tasks.answers import MathGrader, failure_logs, response_from_query
+from openrlhf_bapo.math_tasks.answers import response_from_query
+from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 
 # One a process, for all of OpenRLHF's threads; workers start with the first answer that needs one.
 GRADER = MathGrader(num_workers=min(4, os.cpu_count()), time_limit=5.0)

@@ -8,11 +8,18 @@ import signal
 import socket
 import sys
 
-from openrlhf_bapo.math_tasks.answers import MathGrader, failure_logs, response_from_query
+from openrlhf_bapo.math_tasks.answers import response_from_query
+from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
+
+_LARGEST_BODY = 64 << 20  # bytes; 500 responses of 32,000 tokens
 
 
 class _RequestError(Exception):
-    """A request that does not follow the protocol; one line."""
+    """A request that does not follow the protocol: the status, and one line."""
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
 
 
 def parse_request(body: bytes) -> tuple[list[str], list[str]]:
@@ -44,14 +51,24 @@ def make_app(grader: MathGrader):
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
 
-    app = FastAPI()
+    app = FastAPI(openapi_url=None)  # which also leaves out /docs and /redoc
+
+    async def read_body(request: Request) -> bytes:
+        chunks, length = [], 0
+        async for chunk in request.stream():  # to the end, since a client that still sends would not see the answer
+            length += len(chunk)
+            if length <= _LARGEST_BODY:
+                chunks.append(chunk)
+        if length > _LARGEST_BODY:
+            raise _RequestError(f"the body has {length} bytes, more than {_LARGEST_BODY}: send fewer queries", 413)
+        return b"".join(chunks)
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> JSONResponse:
         try:
-            responses, golds = parse_request(await request.body())
+            responses, golds = parse_request(await read_body(request))
         except _RequestError as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+            return JSONResponse({"error": str(error)}, status_code=error.status)
         try:
             # In a thread, since a long text or the start of the workers would hold the others up.
             futures = await asyncio.to_thread(lambda: [*map(grader.submit, responses, golds)])
@@ -71,7 +88,7 @@ def make_app(grader: MathGrader):
 def main(argv: list[str]) -> None:
     """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo serve-math-reward", description=__doc__)
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=5000, help="port to listen on; 0: any free one (default: 5000)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="grading processes (default: one a CPU)")
     parser.add_argument("--time_limit", type=float, default=5.0, help="seconds for one answer (default: 5)")

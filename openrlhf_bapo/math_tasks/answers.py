@@ -1,38 +1,27 @@
-r"""Grades the final answer of a response to a mathematical question against the gold answer.
-
-    response --> answer text --> structure (list, tuple, interval, union) --> scalars --> cheap or symbolic comparison
+r"""Finds the final answer of a response to a mathematical question and compares it with the gold answer.
 
 Where the answer stands. In a response that reasons in <think>...</think>, only what follows the last </think> counts;
 an opened <think> that never closes was cut off, and has no answer. There, the answer is the last \boxed{...} (adjacent
-boxes make a list); a last box that never closes was cut off, too. Without a box it is the last line: what the line
-announces ("the answer is ...", "Answer: ...", "#### ..."), or else the line as a whole. Numbers elsewhere in the text
-are never answers, so that a truncated response is not rewarded for a number that it happened to pass.
+boxes make a list); a last box that never closes was cut off, too. Without a box it is what the last line announces
+("the answer is ...", "Answer: ...", "#### ..."), or else the formula or number that ends the line. Numbers elsewhere in
+the text are never answers, so that a truncated response is not rewarded for a number that it happened to pass.
 
-When answers are equal. Lists and sets are equal in any order, tuples and intervals in theirs, with the same brackets.
-Numbers (integers, decimals, fractions, mixed and scientific notation) are compared exactly, as fractions; where one of
-the two is written with a decimal point they may differ by 1e-6, of the number if that is below 1. Units, dollar and
-degree signs do not matter; 62.5%, 62.5 and 0.625 are equal. Words and multiple-choice letters are compared as text.
-These comparisons take microseconds. What is left, such as 2^{10} or \sqrt{8}, goes to math-verify and sympy, which can
-take for ever: in `MathGrader` they run in worker processes under limits of time and memory.
+When answers are equal. Most are integers or the same text: `is_plainly_equal` decides these in linear time. All else is
+parsed and compared by math-verify, twice: as it stands, and rewritten by `_REWRITES`. Rules of our own stand only where
+math-verify alone is wrong, each with the case that shows it ("a" != "b" where it finds the two equal). math-verify and
+sympy may take for ever: `grader.MathGrader` calls `is_equal` in processes under limits.
 """
 
-import io
 import logging
-import math
-import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
-from multiprocessing import context, forkserver, popen_forkserver, spawn, util
 
 _logger = logging.getLogger(__name__)
 
-# Longer answers are compared as text only: no gold answer has this length, and what follows need not be linear.
-_LONGEST_PARSED = 2000
+# No gold answer is longer. Longer ones are compared as text only, since what follows need not be linear.
+_LONGEST = 2000
 
 
 def response_from_query(query: str, prompt: str) -> str:
@@ -52,48 +41,85 @@ def response_from_query(query: str, prompt: str) -> str:
 _SPECIAL_TOKEN = re.compile(r"<\|\w{3,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?s>|<(?:bos|eos|pad|unk|end_of_turn)>")
 
 
-def extract_answer(response: str) -> str | None:
-    """The final answer of a response in a canonical form, None if it has none.
-
-    Answers that the cheap comparison finds equal have the same form, rounded decimals, percentages, and thousands that
-    could be a list aside: majority voting can count these strings.
-    """
-    answer = _final_answer(response)
-    return None if answer is None else _canonical(answer)
-
-
 def is_correct(response: str, gold: str) -> bool:
     """Whether the response's final answer equals the gold answer; in this process, with no limit on time or memory."""
-    answer = _final_answer(response)
-    return answer is not None and _equal(answer, _gold_answer(gold), _symbolically_equal)
+    answer, gold = find_answer(response), find_gold(gold)
+    plainly = is_plainly_equal(answer, gold)
+    return is_equal(answer, gold) if plainly is None else plainly
+
+
+def extract_answer(response: str) -> str | None:
+    """The final answer of a response in a form whose strings majority voting can count, None if it has none.
+
+    Numbers are reduced fractions, parts of a list sorted, units dropped. No algebra: 2^3 and 8 are two answers.
+    """
+    answer = find_answer(response)
+    if answer is None or len(answer.text) > _LONGEST:
+        return answer and answer.text
+    text, _ = _rewrite(answer.text)
+    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.rpartition("=")[2]).strip(" .")
+    is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
+    parts = ["".join(part.split()) for part in ([text] if is_one else text.split(","))]
+    values = [_fraction(part) for part in parts]
+    parts = [part if value is None else str(value) for part, value in zip(parts, values, strict=True)]
+    return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
 
 
 # Where the answer stands ---------------------------------------------------------------------------------------------
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$]*")
-_ANNOUNCED = re.compile(r"(?:####|\banswers?\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=)\**:?)(?P<answer>.*)", re.IGNORECASE)
+
+@dataclass(frozen=True)
+class Answer:
+    """A final answer as a response gives it."""
+
+    text: str
+    passage: str | None
+    """Where math-verify finds it by its own rules: the box, or the line; None where the line may be cut off."""
+
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$]*(?:\w\s*(?:=|is)[\s$]*)?")
+_ANNOUNCED = re.compile(r"####|(?:\bfinal )?\banswers?\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=)\**:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\.\s+[A-Z]")
+_HOPE = re.compile(r"I hope (?:it|this) is correct\.?$")
+_FORMULA_START = re.compile(r"(?<!\\)\$|\\[(\[]")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+# "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars."; not "If we take 7 and add".
+_FORMULA_OR_NUMBER_END = re.compile(r"(?:\$|\\[)\]])\s*[a-z]{0,20}\.?$|\d[\d,]*(?:\s[a-z]{1,20})?\.$")
 
 
-def _final_answer(response: str) -> str | None:
+def find_answer(response: str) -> Answer | None:
+    """The final answer, None if there is none. Linear in the length of the response."""
     _, closed, final = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return None
     boxed = _boxed(final)
-    if boxed is None:
-        lines = final.rstrip().rsplit("\n", 1)
-        line = lines[-1].strip()
-        if len(line) > _LONGEST_PARSED:
-            return None
-        announced = list(_ANNOUNCED.finditer(line))
-        boxed = _SENTENCE_END.split(announced[-1]["answer"])[0] if announced else line
-    return boxed.strip() or None
+    if boxed is not None:
+        return Answer(boxed, f"\\boxed{{{boxed}}}") if boxed else None
+    line = _last_line(final[-3 * _LONGEST :])
+    if not line or len(line) > _LONGEST:
+        return None
+    announced = [match.span() for match in _ANNOUNCED.finditer(line)]
+    if announced:
+        text, passage = _SENTENCE_END.split(line[announced[-1][1] :])[0], line[announced[-1][0] :]
+    else:
+        start = _FORMULA_START.search(line)
+        text = line[start.start() :] if start and _PROSE.search(line, 0, start.start()) else line
+        passage = line if _FORMULA_OR_NUMBER_END.search(line) else None
+    return Answer(text.strip(), passage) if text.strip() else None
 
 
-def _gold_answer(gold: str) -> str:
-    boxed = _boxed(gold)
-    return gold.rpartition("####")[2].strip() if boxed is None else boxed
+def find_gold(gold: str) -> str:
+    """The gold answer in a label: its box, what follows "####", or all of it."""
+    return (_boxed(gold) or gold.rpartition("####")[2]).strip()
+
+
+def _last_line(text: str) -> str:
+    text = _HOPE.sub("", text.rstrip()).rstrip()
+    stop = len(text)
+    if text.endswith(("$$", r"\]")):  # a displayed formula has several lines
+        stop = max(text.rfind("$$" if text.endswith("$$") else r"\[", 0, -2), 0)
+    return text[text.rfind("\n", 0, stop) + 1 :].strip()
 
 
 def _boxed(text: str) -> str | None:
@@ -101,538 +127,299 @@ def _boxed(text: str) -> str | None:
     stack, boxes = [], []  # a brace's (start of its command, start of its content); the first is None for no box
     first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))
     for match in _BRACES.finditer(text, first_box):
-        if match[0][-1] == "{" and len(match[0]) != 2:
+        if match["bare"]:  # \boxed 7
+            boxes.append((match.start(), match.start("bare"), match.end()))
+        elif match[0][-1] == "{" and len(match[0]) != 2:
             stack.append((match.start() if len(match[0]) > 1 else None, match.end()))
         elif match[0] == "}" and stack:
             start, content = stack.pop()
-            if start is not None:
-                while boxes and boxes[-1][0] > start:
-                    boxes.pop()  # boxed within this box
+            if start is not None and not (boxes and boxes[-1][0] > start):  # a box within this one
                 boxes.append((start, content, match.start()))
     opened = max((start for start, _ in stack if start is not None), default=-1)
     if not boxes or opened > boxes[-1][0]:
         return None if opened < 0 else ""
-    joined = [text[boxes[-1][1] : boxes[-1][2]]]
+    parts = [text[boxes[-1][1] : boxes[-1][2]].strip()]
     for (_, content, end), (next_start, _, _) in zip(boxes[-2::-1], boxes[::-1], strict=False):
         if next_start - end > 20 or not _BETWEEN_BOXES.fullmatch(text, end + 1, next_start):
             break
-        if text[content:end] != joined[0]:
-            joined.insert(0, text[content:end])
-    return ", ".join(joined)
-
-
-# What it says --------------------------------------------------------------------------------------------------------
-
-_NO_ARGUMENT = r"(?![a-zA-Z])"
-_REPLACEMENTS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\s+", " "),  # first, since runs of blanks make the others slow
-        (r"\\(?:boxed|fbox)\s*(?=\{)", ""),
-        (r"\\\$|[$`\u20ac\u00a3]|\*\*|\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)" + _NO_ARGUMENT, ""),
-        (r"(?<!\\)\\[,;:! ]|\\q?quad" + _NO_ARGUMENT + "|~", " "),
-        (r"\\(?:text(?:bf|it|rm|normal)|math(?:rm|bf|it|sf)|mbox|operatorname)\s*(?=\{)", r"\\text"),
-        (r"\\[dtc]frac" + _NO_ARGUMENT, r"\\frac"),
-        (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
-        (r"\\(g|l)eq(?:slant)?" + _NO_ARGUMENT, r"\\\1e"),
-        (r"\{\s*,\s*\}", ","),
-        (r"\\%", "%"),
-        (r"\s*(?:\\text\s*\{\s*)?\b(?:percent|per cent)\b(?:\s*\})?", "%"),
-        (r"(?:\{\s*\})?\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\(?:degree|circ)" + _NO_ARGUMENT + "|\u00b0", ""),
-        (r"\\(?:lbrace|\{)", r"\\{"),
-        (r"\\(?:rbrace|\})", r"\\}"),
-        ("[\u2212\u2013]", "-"),
-        ("\u00d7", r"\\times "),
-        ("\u221e", r"\\infty "),
-        ("\u03c0", r"\\pi "),
-        (r"([0-9.])[eE]([+-]?[0-9]{1,3})(?![0-9A-Za-z]|\.[0-9])", r"\1\\times 10^{\2}"),
-        (r"\s*(?:\\text\s*\{\s*)?\bthousand\b(?:\s*\})?", r"\\times 10^{3}"),
-        (r"\s*(?:\\text\s*\{\s*)?\bmillion\b(?:\s*\})?", r"\\times 10^{6}"),
-        (r"\s*(?:\\text\s*\{\s*)?\bbillion\b(?:\s*\})?", r"\\times 10^{9}"),
-        (r"(?<=[0-9])\.(?![0-9\\])", ""),
-        (r"\\varnothing" + _NO_ARGUMENT, r"\\emptyset"),
-        (r"^\s*\\text\s*\{([^{}]*)\}\s*$", r"\1"),
-        (r"\\text\s*\{\s*(?:and|or)\s*\}|,?\s+\b(?:and|or)\b\s", " , "),
-        (r"\s+", " "),
-    ]
-]
-_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:[, ][0-9]{3})+(?![0-9,])")
-_UNIT_WORDS = "am|atm|cc|cm|dm|eV|ft|gm|hr|Hz|in|kg|kJ|km|kN|kW|lb|m/s|mg|mi|min|mL|ml|mm|mol|ms|nm|oz|Pa|pm|sq|yd|yr"
-_TEXT_UNIT = re.compile(
-    r"(?:(?<=[0-9})\]!%])|(?<=\\pi))\s*/?\s*(?:\\text\s*\{[^{}]*\}(?:\^\s*\{?-?[0-9]\}?)?[\s/]*(?:\\cdot\s*)?)+$"
-)
-_WORD_UNIT = re.compile(
-    rf"(?<=[0-9}}%])\s*(?:(?:{_UNIT_WORDS})(?![A-Za-z])|(?<=\s)(?!(?:sin|cos|tan|log|exp|sqrt|mod)\b)[A-Za-z]{{3,}})"
-    r"(?:\^\{?[0-9]\}?)?(?:[\s/]+(?:per\s+)?[A-Za-z]+(?:\^\{?-?[0-9]\}?)?){0,2}$"
-)
-_ASSIGNMENT = re.compile(
-    r"(\\?[A-Za-z](?:(?<=\\.)[a-z]+)?(?:_(?:\w|\{[^{}]*\}))?'?(?:\s*\([a-z](?:,\s*[a-z])*\))?|\(\w+(?:\s*,\s*\w+)+\))"
-    r"\s*(?:=|\\in\b)([^=]+)"
-)
-
-
-def _clean(text: str) -> str:
-    for pattern, replacement in _REPLACEMENTS:
-        text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(".,;:").strip()
-    without_unit = _WORD_UNIT.sub("", _TEXT_UNIT.sub("", text)).strip()
-    return without_unit or text
-
-
-@dataclass(frozen=True)
-class _Structure:
-    """An answer taken apart: a "list", a set ("{}"), a "union" of sets, a tuple or interval by its brackets ("(]")."""
-
-    kind: str
-    parts: tuple["_Structure | str", ...]
-
-
-def _parse(text: str, thousands: bool = True) -> "_Structure | str":
-    """The structure of an answer text; a scalar is a clean string."""
-    if re.fullmatch("-?[0-9]+", text):  # most answers; the rest would change nothing
-        return text
-    text = _clean(text)
-    if thousands and not text.startswith(("(", "[", r"\{")):
-        text = _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match[0]), text)
-    return _take_apart(text)
-
-
-_UNORDERED = {"list", "{}", "union"}
-_DELIMITERS = re.compile(r"\\[{}]|\\cup(?![a-zA-Z])|\\.|[()\[\]{},;]")
-
-
-def _take_apart(text: str, depth_left: int = 5) -> "_Structure | str":
-    text = text.strip()
-    if depth_left == 0:
-        return text
-    depth, separators, first_close = 0, {"cup": [], ",": []}, None
-    for match in _DELIMITERS.finditer(text):
-        mark = match[0].lstrip("\\")
-        if mark in tuple("([{"):
-            depth += 1
-        elif mark in tuple(")]}"):
-            depth -= 1
-            if depth == 0 and first_close is None:
-                first_close = match.span()
-        elif mark in ("cup", ",", ";") and depth == 0:
-            separators["cup" if mark == "cup" else ","].append(match.span())
-    for kind, spans in (("list", separators[","]), ("union", separators["cup"])):
-        if spans:
-            cuts = [0, *(cut for span in spans for cut in span), len(text)]
-            parts = [text[start:end] for start, end in zip(cuts[::2], cuts[1::2], strict=True)]
-            return _structure(kind, parts, depth_left)
-    opening = re.match(r"\\?[(\[{]", text)
-    if opening and first_close and first_close[1] == len(text):
-        inner = _take_apart(text[opening.end() : first_close[0]], depth_left - 1)
-        if isinstance(inner, _Structure) and inner.kind == "list" and opening[0] != "{":
-            return _Structure(opening[0][-1] + text[-1], inner.parts)
-        return inner if opening[0] != "[" else text
-    if assignment := _ASSIGNMENT.fullmatch(text):  # (x, y) = (1, 2), x \in [0, 1]
-        right_side = _take_apart(assignment[2], depth_left - 1)
-        return right_side if isinstance(right_side, _Structure) else text
-    if text.count(r"\pm") == 1:
-        return _structure("list", [text.replace(r"\pm", "+").lstrip("+ "), text.replace(r"\pm", "-")], depth_left)
-    return text
-
-
-def _structure(kind: str, texts: list[str], depth_left: int) -> "_Structure | str":
-    parts = []
-    for part in (_take_apart(_clean(text), depth_left - 1) for text in texts if text.strip()):
-        # "1 \pm \sqrt{2}, 3" is one list.
-        parts.extend(part.parts if kind == "list" and isinstance(part, _Structure) and part.kind == "list" else [part])
-    return parts[0] if len(parts) == 1 else _Structure(kind, tuple(parts))
+        if text[content:end].strip() != parts[-1]:
+            parts.append(text[content:end].strip())
+    return ", ".join(reversed(parts))
 
 
 # When answers are equal ----------------------------------------------------------------------------------------------
 
-_DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)(?:"
-    rf"(?P<value>{_DECIMAL})(?:\\overline\{{(?P<repeated>[0-9]+)\}})?"
-    rf"(?:(?:\\times|\\cdot|\*)10\^(?:\{{(?P<exponent>[-+]?[0-9]{{1,3}})\}}|(?P<digit>[0-9])))?"
-    rf"|(?P<whole>[0-9]*)\\frac\{{(?P<upper>-?{_DECIMAL})\}}\{{(?P<lower>{_DECIMAL})\}}"
-    rf"|(?P<left>{_DECIMAL})/(?P<right>{_DECIMAL}))(?P<percent>%?)"
+
+def is_plainly_equal(answer: Answer | None, gold: str) -> bool | None:
+    """Whether they are equal, where that takes no parser: no answer, the same text, two plain fractions; else None."""
+    if answer is None:
+        return False
+    if answer.text == gold or max(len(answer.text), len(gold)) > _LONGEST:
+        return answer.text == gold
+    values = _fraction(answer.text), _fraction(gold)
+    if None in values or (values[0] != values[1] and "." in answer.text + gold):  # it may be rounded
+        return None
+    return values[0] == values[1]
+
+
+_FRACTION = re.compile(
+    r"([+-]?)(?:(\d{1,99}|[1-9]\d?\d?(?:,\d{3}){1,33}|\d{0,99}\.\d{1,99})|(\d{0,99})\\[dt]?frac\{(-?\d{1,99})\}\{(\d{1,99})\}"
+    r"|(\d{1,99})/(\d{1,99}))",
+    re.ASCII,
 )
-_MIXED = re.compile(r"(-?)([0-9]+) ([0-9]+)/([0-9]+)")
-_WORDS = re.compile(r"[^\W\d_]{4,}")
-_CHOICE = re.compile(r"\(?([A-Z])(?:[.:)](?:\s.*)?)?")
 
 
-@dataclass(frozen=True)
-class _Number:
-    value: Fraction
-    is_rounded: bool
-    is_percentage: bool
-
-
-def _number(text: str) -> _Number | None:
-    if match := _MIXED.fullmatch(text):
-        text = f"{match[1]}{match[2]}\\frac{{{match[3]}}}{{{match[4]}}}"
-    match = _NUMBER.fullmatch(text.replace(" ", ""))
+def _fraction(text: str) -> Fraction | None:
+    """The value of 7, 1,000, 0.5, 1/2, \\frac{1}{2} and 3\\frac{1}{2}."""
+    match = _FRACTION.fullmatch(text)
     if not match:
         return None
-    if match["value"]:
-        value = Fraction(match["value"])
-        if repeated := match["repeated"]:
-            num_decimals = len(match["value"].partition(".")[2])
-            value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**num_decimals)
-        value *= Fraction(10) ** int(match["exponent"] or match["digit"] or 0)
+    sign, number, whole, *_ = match.groups()
+    upper, lower = match[4] or match[6], match[5] or match[7]
+    if number:
+        value = Fraction(number.replace(",", ""))
+    elif int(lower) == 0 or (whole and upper.startswith("-")):
+        return None
     else:
-        lower = Fraction(match["lower"] or match["right"])
-        if lower == 0:
-            return None
-        value = Fraction(match["upper"] or match["left"]) / lower + int(match["whole"] or 0)
-    return _Number(-value if match["sign"] == "-" else value, "." in text, bool(match["percent"]))
+        value = int(whole or 0) + Fraction(int(upper), int(lower))
+    return -value if sign == "-" else value
 
 
-def _same_number(a: _Number, b: _Number) -> bool:
-    values = [(a.value, b.value)]
-    if a.is_percentage != b.is_percentage:
-        values.append((a.value / 100, b.value) if a.is_percentage else (a.value, b.value / 100))
-    if not (a.is_rounded or b.is_rounded):
-        return any(x == y for x, y in values)
-    return any(abs(x - y) <= Fraction(1, 10**6) * min(1, max(abs(x), abs(y))) for x, y in values)
-
-
-def _text(scalar: str) -> str:
-    without_commands = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", scalar).strip(" .")
-    if choice := _CHOICE.fullmatch(without_commands):
-        without_commands = choice[1]
-    return "".join(without_commands.split()).casefold()
-
-
-def _is_text(scalar: str) -> bool:
-    return r"\text" in scalar or bool(_WORDS.search(re.sub(r"\\(?:begin|end)\{\w+\}|\\[a-zA-Z]+", "", scalar)))
-
-
-def _canonical(answer: str) -> str:
-    return _canonical_form(_parse(answer)) if len(answer) <= _LONGEST_PARSED else answer
-
-
-def _canonical_form(parsed: "_Structure | str") -> str:
-    if isinstance(parsed, str):
-        number = _number(_right_side(parsed))
-        return str(number.value) if number else _text(_right_side(parsed)) or parsed
-    parts = [_canonical_form(part) for part in parsed.parts]
-    if parsed.kind in _UNORDERED:
-        return (r"\cup" if parsed.kind == "union" else ",").join(sorted(parts))
-    return parsed.kind[0] + ",".join(parts) + parsed.kind[1]
-
-
-def _assignment(scalar: str) -> tuple[str | None, str]:
-    # ("x", "5") of "x = 5".
-    match = _ASSIGNMENT.fullmatch(scalar)
-    return ("".join(match[1].split()), match[2].strip()) if match else (None, scalar)
-
-
-def _right_side(scalar: str) -> str:
-    return _assignment(scalar)[1]
-
-
-class _UndecidedError(Exception):
-    """The cheap comparison cannot tell."""
-
-
-def _undecided(answer: str, gold: str) -> bool:
-    raise _UndecidedError
-
-
-def _equal(answer: str, gold: str, symbolically_equal: Callable[[str, str], bool]) -> bool:
-    """Whether two answer texts are equal; `symbolically_equal` decides about what is no number and no word."""
-    if max(len(answer), len(gold)) > _LONGEST_PARSED:
-        return answer == gold
-    if _same(_parse(answer), _parse(gold), symbolically_equal):
+def is_equal(answer: Answer, gold: str) -> bool:
+    """Whether they are equal for a mathematician; may take any time and memory."""
+    words = [_words(side) for side in (answer.text, gold)]
+    (text, marks), (gold_text, gold_marks) = _rewrite(answer.text), _rewrite(gold)
+    if words[0] == words[1]:
         return True
-    # "100,101" is a number to most, but may be the list "100, 101".
-    if not ("," in answer and "," in gold):
+    if re.fullmatch(r"\(?[A-Z]\)?", words[1]) and (chosen := _CHOSEN.match(words[0])):  # "B. 15" == "B"
+        return chosen[1].upper() == words[1].strip("()")
+    if (
+        any(map(_QUALIFIER.search, words))  # "3\text{ or more}" != "3"
+        or all(map(_IS_WORDS.match, words))  # "even" != "veen"
+        or any(re.search(r"(?<![\d_^])\d+ \d", side) for side in (text, gold_text))  # "1 2" != "3"
+        or any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys())
+    ):
         return False
-    return _same(_parse(answer, thousands=False), _parse(gold, thousands=False), symbolically_equal)
+    if not (_MISREAD.search(answer.text) or _MISREAD.search(gold)):
+        if answer.passage and _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
+            return True
+    if "," in text and "," in gold_text:  # "100, 101" == "100,101"
+        text, gold_text = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", side) for side in (text, gold_text))
+    return _agree(_parse_rewritten(text), _parse_rewritten(gold_text))
 
 
-def _same(answer: "_Structure | str", gold: "_Structure | str", symbolically_equal) -> bool:
-    if isinstance(answer, str) and isinstance(gold, str):
-        return _same_scalar(answer, gold, symbolically_equal)
-    if isinstance(answer, _Structure) and isinstance(gold, _Structure):
-        kinds = {answer.kind, gold.kind}
-        if len(answer.parts) != len(gold.parts) or (len(kinds) > 1 and kinds not in ({"list", "()"}, {"list", "{}"})):
-            return False
-        if not kinds <= _UNORDERED:
-            return all(_same(a, g, symbolically_equal) for a, g in zip(answer.parts, gold.parts, strict=True))
-        rest = list(gold.parts)
-        for a in answer.parts:
-            found = next((i for i, g in enumerate(rest) if _same(a, g, symbolically_equal)), None)
-            if found is None:
-                return False
-            del rest[found]
-        return True
-    scalar, structure = (answer, gold) if isinstance(answer, str) else (gold, answer)
-    if structure.kind == "list" or not re.search(r"[<>]|\\[lg]e\b|\\neq?\b", scalar):
-        return False
-    return symbolically_equal(_source(answer), _source(gold))  # x \ge 2 and [2, \infty)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
+_IS_WORDS = re.compile(r"[^\d\\]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[^\d\\]*$")
+_CHOSEN = re.compile(r"(?:option |choice )?\(?([A-Z])(?:\)|[.:](?!\S)|$)", re.IGNORECASE)
+_QUALIFIER = re.compile(
+    r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|except|up to"
+    r"|(?:more|less|fewer|greater|other) than)\b"
+)
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
+# Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
+# "2\binom{6}{3}" != "22", "\ln(2)^2" != "2\ln 2".
+_MISREAD = re.compile(
+    _NUMBER_WORD
+    + r"|[^\0-\x7f]|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?\^|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+)
 
 
-def _source(parsed: "_Structure | str") -> str:
-    if isinstance(parsed, str):
-        return parsed
-    parts = [_source(part) for part in parsed.parts]
-    if parsed.kind == "union":
-        return r"\cup ".join(parts)
-    opening, closing = (r"\{", r"\}") if parsed.kind in _UNORDERED else parsed.kind
-    return opening + ",".join(parts) + closing
+def _words(text: str) -> str:
+    text = _TEXT.sub(r"\1", text.replace("$", " ").replace("**", "").replace("\\ ", " "))
+    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
+    return text.lower() if re.search(r"[A-Za-z]{3}|^[Nn]o$", _COMMAND.sub("", text)) else text
 
 
-def _same_scalar(answer: str, gold: str, symbolically_equal) -> bool:
-    (answer_name, answer_side), (gold_name, gold_side) = _assignment(answer), _assignment(gold)
-    if answer_name and gold_name and answer_name != gold_name:
-        return False
-    if not (answer_name and gold_name) and "=" in (answer_side if gold_name else gold_side):
-        answer_side, gold_side = answer, gold  # y = 2x and y - 2x = 0
-    numbers = _number(answer_side), _number(gold_side)
-    if all(numbers):
-        return _same_number(*numbers)
-    if "".join(answer_side.split()) == "".join(gold_side.split()) or _text(answer_side) == _text(gold_side) != "":
-        return True
-    if _is_text(answer_side) or _is_text(gold_side):
-        return False
-    return symbolically_equal(answer_side, gold_side)
+def _nfkc(match: re.Match) -> str:
+    return unicodedata.normalize("NFKC", match[0])
 
 
-def _symbolically_equal(answer: str, gold: str) -> bool:
-    from math_verify import grader
+def _number_word(match: re.Match) -> str:
+    factor = f"10^{{{_POWERS[match[2]]}}}" if match[2] in _POWERS else "12"
+    return rf"\cdot {factor}" + (match[1] or "")
 
-    grader.TIMEOUT_WARNING_SHOWN = True  # the limits are ours
-    sides = [_to_sympy(answer), _to_sympy(gold)]
-    if None in sides:
-        return False
+
+def _repeating(match: re.Match) -> str:
+    whole, decimals, repeated = match.groups()
+    value = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals)) + Fraction(f"{whole}.{decimals}0")
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+# Signs that math-verify does not know, and what it does.
+_SIGNS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
+_SIGNS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
+_SIGNS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
+_SIGNS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
+_SIGNS = dict(zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True))
+# What it cannot read, or reads as something else, with a case each.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        ("[\u00bc-\u00be\u2150-\u215e]", lambda m: "\\frac{{{}}}{{{}}}".format(*_nfkc(m).split("\u2044"))),  # "3\u00bd"
+        ("[\u00b2\u00b3\u00b9\u2070-\u207c]+", lambda m: f"^{{{_nfkc(m)}}}"),  # "10\u207b\u00b2"
+        ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
+        ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
+        (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
+        (r"(?<=\d)(?:\\[,! ]|\{,\})(?=\d{3}(?!\d))", ""),  # "10\,000"
+        (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
+        (r"(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s+", " "),  # "50\, \%"
+        (r"  +", " "),
+        (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
+        ("\\\\\\$|[$`\u00a2-\u00a5\u20ac]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
+        (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
+        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=\^)", r"(\1)"),  # "\ln(2)^2"
+        (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
+        (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
+        (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
+        (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # "3 1/2"
+        (r"^-?\d{1,3}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),  # "12 000"
+        (r"^\((\w), ?(\w)\) ?= ?\(([^(),]*),([^(),]*)\)$", r"\1=\3,\2=\4"),  # "(a,b)=(1,2)" == "(b,a)=(2,1)"
+        (r"^\\\{ ?\w ?(?:\\mid|[:|])(.*)\\\}$", r"\1"),  # "\{x \mid x > 2\}"
+        (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\cdot 10^{\1}"),  # "1.5e-3"
+        (rf" ?(\\text ?\{{ ?)?{_NUMBER_WORD}", _number_word),  # "1.5 million", "7\text{ million people}"
+        (r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?", r"\\%"),
+        (r"^(.*)\\%$", r"\\frac{\1}{100}"),  # "33\frac{1}{3}\%"
+        (r",? ?(?:\\text ?\{ ?and ?\}|\band\b)", ","),
+        (r",? ?(?:\\text ?\{ ?or ?\}|\bor\b) ?", r"\\lor "),
+        (r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree(?![a-zA-Z])", r"\\deg "),
+        (r"^(?:[^\\]|\\(?!sin|cos|tan|cot|sec|csc))*$", lambda m: m[0].replace(r"\deg", "")),  # "45\u00b0"
+        (r"([\d.]+) ?\\deg", r"(\1\\cdot \\frac{\\pi}{180})"),  # "\sin 30^\circ"
+        (r"[ .,;:]+$", ""),  # "7."
+    ]
+]
+
+_UNITS = {}  # a word of a unit: the words that stand for it
+for _names, _, _others in map(
+    lambda group: group.partition("="),
+    """mm|millimeter cm|centimeter m|meter|metre km|kilometer in|inch|inche ft|foot|feet yd|yard mi|mile mg g|gram
+    kg|kilogram lb|pound oz|ounce sec|second|s min|minute hour|hr|h day week month year|yr l|liter|litre ml gallon
+    N|newton J|joule W|watt dollar cent euro am pm radian degree square|sq|2 cubic|cu|3 /|per mph=mi,/,hour""".split(),
+):
+    _UNITS |= {name: _others.split(",") if _others else [_names.split("|")[0]] for name in _names.split("|")}
+_UNIT_TEXT = re.compile(r"\\text ?\{[^{}]*\}")
+_UNIT = re.compile(
+    r"(?:(?<=[0-9})\]!])|(?<=\\pi)) ?"
+    rf"((?:(?:{_UNIT_TEXT.pattern}|[A-Za-z]{{2,}}(?![A-Za-z]))(?:\^\{{?[23]\}}?)?(?:[ ./]|\\cdot(?![a-z]))*)+)$"
+)
+_BARE_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|sqrt|mod)\b)[A-Za-z]{4,}")
+_INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z])")
+
+
+def _rewrite(text: str) -> tuple[str, dict]:
+    """A text for math-verify, and what it would not see there: unit, base, kind of brackets, variables."""
+    marks = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text.strip())
+    if match := _UNIT.search(text):
+        bare = _BARE_WORD.sub("", _UNIT_TEXT.sub("", match[1]))
+        if all(word in _UNITS for word in re.findall("[A-Za-z]+", bare)):
+            text = text[: match.start()].rstrip()
+            words = re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1]))
+            units = [_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) for word in words]
+            if all(units):  # "3 hours" != "3 minutes"
+                marks["unit"] = sorted(word for unit in units for word in unit)
+    if match := re.search(r"\d_\{?(\d+)\}?$", text):  # "101_2" != "101_3"
+        marks["base"] = match[1]
+    if text.count(":") > 1:  # "2:3:4" != "2:4:3"
+        marks["ratio"] = text.replace(" ", "")
+    if match := re.fullmatch(r"(\\\{|[(\[])[^()\[\]]*,[^()\[\]]*(?:\\\}|[)\]])", text):  # "(1,2)" != "\{1,2\}"
+        marks["brackets"] = match[1] == r"\{"
+    if _INEQUALITY.search(text):  # "x > 3" != "y > 3"
+        marks["variables"] = _variables(text)
+    return text, marks
+
+
+def _parse(passage: str) -> list:
+    """What math-verify finds in a passage."""
+    from math_verify import grader, parse, parser
+
+    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limits are ours
+    return parse(passage, parsing_timeout=None)
+
+
+def _parse_rewritten(text: str) -> list:
+    """What math-verify makes of a whole rewritten text."""
+    from sympy import FiniteSet, Intersection, Union
+    from sympy.core.relational import Relational
+
+    if not text or _BARE_WORD.search(re.sub(r"\\(?:text|begin|end) ?\{[^{}]*\}", "", text)):
+        return []
     try:
-        if all(getattr(side, "is_number", False) for side in sides):
-            return _same_value(*sides, is_rounded="." in answer + gold)
-        if _differ_at_a_point(*sides):
-            return False
-    except MemoryError:
-        raise
-    except Exception:  # sympy cannot evaluate it; math-verify may still find the two alike
-        _logger.debug("not evaluated", exc_info=True)
-    return grader.verify(sides[1], sides[0], allow_set_relation_comp=True, timeout_seconds=None)
-
-
-def _differ_at_a_point(a, b) -> bool:
-    # Spares most unequal expressions sympy's simplify, which takes seconds. Where it cannot be told, the answer is no.
-    from sympy import Expr, Rational
-
-    if not (isinstance(a, Expr) and isinstance(b, Expr)):
-        return False
-    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
-    points = {name: Rational(7919 + 104729 * i, 6007) for i, name in enumerate(names)}
-    values = [side.evalf(20, subs={symbol: points[symbol.name] for symbol in side.free_symbols}) for side in (a, b)]
-    difference, size = abs(values[0] - values[1]), abs(values[0])
-    return bool(difference.is_comparable and size.is_comparable and difference > 1e-6 * size)
-
-
-def _to_sympy(text: str):
-    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
-    from math_verify.parser import parse_latex_cached
-    from sympy import Rational
-
-    if number := _number(text):
-        return Rational(number.value.numerator, number.value.denominator)
-    # Not `units`: it would take t or m at the end for one.
-    config = NormalizationConfig(units=False, malformed_operators=True, nits=False, boxed="none")
-    try:
-        return parse_latex_cached(normalize_latex(text, config))
+        if text.count(r"\pm") == 1 and "," not in text:  # "\frac{1 \pm \sqrt{5}}{2}"
+            return [FiniteSet(*[_parse_latex(text.replace(r"\pm", sign)) for sign in "+-"])]
+        if _INEQUALITY.search(text) and len(_variables(text)) == 1:  # "1 > x > 0", "x < -1 or x > 1"
+            alternatives = [map(_parse_latex, part.split(",")) for part in text.split(r"\lor")]
+            # atoms: a chain is an And of the parser's own, which has no solutions itself
+            relations = [[each for part in parts for each in part.atoms(Relational)] for parts in alternatives]
+            return [Union(*[Intersection(*[each.as_set() for each in parts]) for parts in relations])]
+        return [_parse_latex(text.replace(r"\lor", ","))]
     except MemoryError:
         raise
     except Exception:  # the parser raises whatever its grammar and sympy meet
-        return None
+        _logger.debug("not parsed", exc_info=True)
+        return []
 
 
-def _same_value(a, b, is_rounded: bool) -> bool:
-    """Two numbers of sympy. math-verify would round both to six places: 3.6e-10 would equal 2.3e-10."""
-    a, b = a.doit(), b.doit()
-    if a == b or (a.is_Rational and b.is_Rational and not is_rounded):
+def _parse_latex(text: str):
+    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+    from math_verify.parser import parse_latex_cached
+
+    # Not `units`: it would take t or m at the end for one.
+    config = NormalizationConfig(units=False, malformed_operators=True, nits=False, boxed="none")
+    return parse_latex_cached(normalize_latex(text, config))
+
+
+def _variables(text: str) -> set[str]:
+    return set(re.findall("[A-Za-z]", _COMMAND.sub("", text)))
+
+
+def _agree(answers: list, golds: list) -> bool:
+    """Whether math-verify finds one of the answers equal to one of the golds, both as it has parsed them."""
+    from math_verify import verify
+    from sympy import Expr
+
+    if answers and golds and isinstance(answers[0], Expr) and isinstance(golds[0], Expr):
+        try:
+            same = _same_value(answers[0], golds[0])
+        except MemoryError:
+            raise
+        except Exception:  # sympy cannot evaluate it; math-verify may still find the two alike
+            _logger.debug("not evaluated", exc_info=True)
+            same = None
+        if same is not None:
+            return same
+    return verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _same_value(a, b) -> bool | None:
+    r"""Whether two expressions have the same value at two points; None where that does not settle it.
+
+    math-verify rounds to six places ("1.6e-19" != "1.7e-19") and evaluates 15 digits ("\sqrt{2} + 10^{-20}" !=
+    "\sqrt{2}"), takes i for a variable ("(1+i)^2" == "2i"), and hands all else to simplify, which misses
+    "\sqrt{x^2+2x+1}" == "|x+1|" and takes seconds for most that is not equal.
+    """
+    from sympy import E, Float, I, Rational, Symbol, UnevaluatedExpr, log, zoo
+
+    if any((isinstance(side, Symbol) and len(side.name) > 1) or side.has(UnevaluatedExpr) for side in (a, b)):
+        return None  # \text{yes}, 50\%
+    a, b = (side.xreplace({symbol: I for symbol in side.free_symbols if symbol.name == "i"}).doit() for side in (a, b))
+    # math-verify's parser makes logarithms with a base that sympy evaluates as if they had none.
+    a, b = (side.replace(log, lambda x, base=E: log(x) / log(base)) for side in (a, b))
+    if a.is_Rational and b.is_Rational:
         return a == b
-    difference, size = abs((a - b).evalf(20)), abs(b.evalf(20))
-    if not (difference.is_comparable and difference.is_finite and size.is_comparable):
-        return False
-    # sympy raises its precision until a difference that is not 0 shows its digits.
-    return bool(difference <= (1e-6 * min(1, size) if is_rounded else 1e-30 * size))
-
-
-# Worker processes ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What a response got."""
-
-    is_correct: bool
-    failure: str | None = None
-    """Why the answer could not be compared and counts as wrong: "timeout", "crash", or None."""
-
-
-def failure_logs(grades: Sequence[Grade]) -> dict[str, list[float]]:
-    """For OpenRLHF's extra_logs: "graded_timeouts" and "graded_crashes", 1 where a grade is one, else 0."""
-    failures = {"graded_timeouts": "timeout", "graded_crashes": "crash"}
-    return {name: [float(grade.failure == failure) for grade in grades] for name, failure in failures.items()}
-
-
-class MathGrader:
-    """Grades as `is_correct` does, from any thread, with limits on what hostile or unlucky answers can take.
-
-    Most answers are decided by the cheap comparison in the calling thread. The others go to worker processes, which
-    start with the first of them and end with this process, however it ends.
-
-    Args:
-        num_workers: processes.
-        time_limit: seconds for one answer, without the wait for a free worker. The worker is killed, so that a C call
-            that does not return, such as a power of big integers, ends too.
-        memory_limit: bytes that a worker may take above what it has after its imports, where the platform limits that.
-    """
-
-    def __init__(self, num_workers: int, time_limit: float, memory_limit: int = 2 << 30):
-        self.num_workers, self.time_limit, self.memory_limit = num_workers, time_limit, memory_limit
-        self.timeouts = 0
-        """Answers that ran into the time limit so far; each counts as wrong."""
-        self.crashes = 0
-        """Answers at which a worker ended or ran out of memory so far; each counts as wrong."""
-        self._pool = self._context = None
-        self._unfinished: set[Future] = set()
-        # Two locks: a pool that ends under the first still brings results, which count under the second.
-        self._lock, self._count_lock = threading.Lock(), threading.Lock()
-
-    def grade(self, responses: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """The grades of responses, each against its gold answer; returns when all are there."""
-        return [future.result() for future in [self.submit(*pair) for pair in zip(responses, golds, strict=True)]]
-
-    def submit(self, response: str, gold: str) -> "Future[Grade]":
-        """The same for one response, without waiting; the future never holds an exception and cannot be cancelled."""
-        grade = Future()
-        grade.set_running_or_notify_cancel()
-        answer, gold = _final_answer(response), _gold_answer(gold)
-        try:
-            grade.set_result(Grade(answer is not None and _equal(answer, gold, _undecided)))
-        except _UndecidedError:
-            task = self._schedule(_grade_in_worker, answer, gold, self.time_limit)
-            task.add_done_callback(lambda task: grade.set_result(self._outcome(task)))
-        return grade
-
-    def close(self) -> None:
-        """End the workers; what they are at counts as crashed. A later call starts new ones."""
-        with self._lock:
-            self._end_pool()
-
-    def _schedule(self, function: Callable, *args) -> Future:
-        from pebble import ProcessPool
-
-        with self._lock:
-            # Pebble gives a pool up when a worker dies that is at no task, as under the system's memory killer.
-            if self._pool is not None and not self._pool.active:
-                self._end_pool()
-            if self._pool is None:
-                self._context = _Context()
-                self._pool = ProcessPool(
-                    self.num_workers, initializer=_prepare_worker, initargs=[self.memory_limit], context=self._context
-                )
-            try:
-                task = self._pool.schedule(function, args=args, timeout=self.time_limit)
-            except RuntimeError as error:  # given up just now
-                task = Future()
-                task.set_exception(error)
-            self._unfinished.add(task)
-        task.add_done_callback(self._unfinished.discard)
-        return task
-
-    def _end_pool(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            for task in list(self._unfinished):  # pebble forgets them
-                task.set_exception(RuntimeError("the pool has ended"))
-            self._pool = self._context = None
-
-    def _outcome(self, task: Future) -> Grade:
-        try:
-            return Grade(task.result())
-        except TimeoutError:
-            failure = "timeout"
-        except Exception:  # the worker's end, or what it raised; a wrong answer must not end a training run
-            failure = "crash"
-        with self._count_lock:
-            if failure == "timeout":
-                self.timeouts += 1
-            else:
-                self.crashes += 1
-            num_failures = self.timeouts + self.crashes
-        if num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-            _logger.warning(
-                "%d answers ran into the time limit of %g s and %d ended their worker; they count as wrong",
-                *(self.timeouts, self.time_limit, self.crashes),
-            )
-        return Grade(False, failure)
-
-
-def _grade_in_worker(answer: str, gold: str, time_limit: float) -> bool:
-    import resource
-
-    # If the grader's process is killed while this one computes, nobody is left to end it but the kernel.
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = math.ceil(usage.ru_utime + usage.ru_stime + time_limit) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    return _equal(answer, gold, _symbolically_equal)
-
-
-def _prepare_worker(memory_limit: int) -> None:
-    import resource
-
-    import math_verify  # noqa: F401  (here, where no time limit runs yet)
-
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for a C call to return
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as file:
-            in_use = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-class _Popen(popen_forkserver.Popen):
-    """Starts a worker from a server of our own, which has imported sympy, and without the user's __main__.
-
-    Plain fork would copy the locks of the threads around us. The standard spawn and forkserver both run the main module
-    again in every child: Ray's worker script, or a user's script that has no `if __name__ == "__main__"`.
-    """
-
-    def _launch(self, process_obj):  # as upstream's, with another server and less preparation data
-        preparation = spawn.get_preparation_data(process_obj._name)
-        preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
-        message = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            context.reduction.dump(preparation, message)
-            context.reduction.dump(process_obj, message)
-        finally:
-            context.set_spawning_popen(None)
-        self.sentinel, writer = _server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
-        with open(writer, "wb") as file:
-            file.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class _Process(context.ForkServerProcess):
-    _Popen = staticmethod(lambda process_obj: _Popen(process_obj))
-
-
-class _Context(context.ForkServerContext):
-    Process = _Process
-
-    def __init__(self):
-        super().__init__()
-        self._locks = []
-
-    def RLock(self):
-        # Kept here, since a pool that stops forgets its locks while a worker may still be about to open them.
-        self._locks.append(super().RLock())
-        return self._locks[-1]
-
-
-_server = forkserver.ForkServer()
-_server.set_forkserver_preload(["math_verify", "pebble", "openrlhf_bapo.math_tasks.answers"])
+    names = sorted({symbol.name for symbol in a.free_symbols | b.free_symbols})
+    smallest, largest = (1e-14, 1e-5) if a.has(Float) or b.has(Float) else (1e-30, 1e-30)
+    for sign in (1, -1):
+        points = {name: sign * Rational(7919 + 1047 * i, 6007) for i, name in enumerate(names)}
+        values = [side.evalf(40, subs={symbol: points[symbol.name] for symbol in side.free_symbols}) for side in (a, b)]
+        if not all(value.is_number and value.is_finite for value in values) or zoo in values:
+            return None
+        difference, size = abs(values[0] - values[1]), max(abs(value) for value in values)
+        if size > 1e-60:  # else both are 0, of which sympy knows no digit
+            if difference > largest * size:
+                return False if sign == 1 else None  # \sqrt{x^2} and x
+            if difference > smallest * size:
+                return None
+    return True

@@ -1,0 +1,243 @@
+"""Grades responses in worker processes, under limits of time and memory.
+
+    submit --> plain comparison in the calling thread --> first attempts --> second attempts --> Grade
+
+A thread for each worker sends it one answer at a time and waits for the outcome. A worker imports math-verify once and
+forks a child that compares: the kernel's timer ends the child even inside a C call that does not return, such as a
+power of big integers, and the next child is there at once.
+
+Nobody waits behind a row of hostile answers. The first attempt at an answer gets a fifth of the time limit, plenty for
+all but the rarest. What does not finish starts over with the whole limit when no first attempt waits. So an ordinary
+answer that finds one worker and four hostile answers before it waits for four fifths of the limit, or for one limit
+where a second attempt has begun, and not for four.
+"""
+
+import ctypes
+import itertools
+import json
+import logging
+import mmap
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass, field
+from typing import NoReturn, TextIO
+
+from openrlhf_bapo.math_tasks.answers import Answer, find_answer, find_gold, is_equal, is_plainly_equal
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a response got."""
+
+    is_correct: bool
+    failure: str | None = None
+    """Why the answer could not be compared and counts as wrong: "timeout", "crash", or None."""
+
+
+def failure_logs(grades: Sequence[Grade]) -> dict[str, list[float]]:
+    """For OpenRLHF's extra_logs: "graded_timeouts" and "graded_crashes", 1 where a grade is one, else 0."""
+    failures = {"graded_timeouts": "timeout", "graded_crashes": "crash"}
+    return {name: [float(grade.failure == failure) for grade in grades] for name, failure in failures.items()}
+
+
+@dataclass
+class _Task:
+    answer: Answer
+    gold: str
+    grade: "Future[Grade]" = field(default_factory=Future)
+
+
+class MathGrader:
+    """Grades as `is_correct` does, from any thread, with limits on what hostile or unlucky answers can take.
+
+    Most answers are decided by the plain comparison in the calling thread. The others go to worker processes, which
+    start when they are needed and end with this process, however it ends.
+
+    Args:
+        num_workers: processes at most.
+        time_limit: seconds for one answer, without the wait for a free worker.
+        memory_limit: bytes that a worker may take above what it has after its imports, where the platform limits that.
+    """
+
+    def __init__(self, num_workers: int, time_limit: float, memory_limit: int = 2 << 30):
+        self.num_workers, self.time_limit, self.memory_limit = num_workers, time_limit, memory_limit
+        self.timeouts = 0
+        """Answers that ran into the time limit so far; each counts as wrong."""
+        self.crashes = 0
+        """Answers at which a worker ended or ran out of memory so far; each counts as wrong."""
+        self._lock = threading.Lock()  # guards what follows, and the counts
+        self._tasks = queue.PriorityQueue()  # of (attempt, number, task)
+        self._threads: list[threading.Thread] = []
+        self._workers: set[subprocess.Popen] = set()
+
+    def grade(self, responses: Sequence[str], golds: Sequence[str]) -> list[Grade]:
+        """The grades of responses, each against its gold answer; returns when all are there."""
+        return [future.result() for future in [self.submit(*pair) for pair in zip(responses, golds, strict=True)]]
+
+    def submit(self, response: str, gold: str) -> "Future[Grade]":
+        """The same for one response, without waiting; the future never holds an exception and cannot be cancelled."""
+        task = _Task(find_answer(response), find_gold(gold))
+        task.grade.set_running_or_notify_cancel()
+        plainly = is_plainly_equal(task.answer, task.gold)
+        if plainly is not None:
+            task.grade.set_result(Grade(plainly))
+            return task.grade
+        with self._lock:
+            self._tasks.put((1, next(_numbers), task))
+            if len(self._threads) < self.num_workers:
+                self._threads.append(threading.Thread(target=self._work, args=[self._tasks], daemon=True))
+                self._threads[-1].start()
+        return task.grade
+
+    def close(self) -> None:
+        """End the workers; what they are at counts as crashed. A later call starts new ones."""
+        with self._lock:
+            tasks, self._tasks = self._tasks, queue.PriorityQueue()
+            threads, self._threads = self._threads, []
+            for worker in self._workers:
+                worker.kill()
+        for _ in threads:
+            tasks.put((3, next(_numbers), None))
+        for thread in threads:
+            thread.join()
+
+    def _work(self, tasks: queue.PriorityQueue) -> None:
+        # The life of a thread until close() has put None: it owns one worker, and replaces it when it has ended.
+        worker = None
+        while True:
+            attempt, _, task = tasks.get()
+            if task is None or worker is None or worker.poll() is not None:
+                worker = self._replace(worker, tasks)
+            if task is None:
+                return
+            outcome = worker and _ask(worker, task, self.time_limit / 5 if attempt == 1 else self.time_limit)
+            with self._lock:
+                if outcome == "timeout" and attempt == 1 and tasks is self._tasks:
+                    tasks.put((2, next(_numbers), task))
+                    continue
+            self._finish(task, outcome or "crash")
+
+    def _replace(self, ended: subprocess.Popen | None, tasks: queue.PriorityQueue) -> subprocess.Popen | None:
+        if ended is not None:
+            ended.kill()
+            ended.communicate()
+        with self._lock:
+            self._workers.discard(ended)
+            if tasks is not self._tasks:  # closed
+                return None
+            # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
+            # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
+            worker = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self.memory_limit)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._workers.add(worker)
+            return worker
+
+    def _finish(self, task: _Task, outcome: str) -> None:
+        if outcome in ("equal", "different"):
+            task.grade.set_result(Grade(outcome == "equal"))
+            return
+        with self._lock:
+            self.timeouts += outcome == "timeout"
+            self.crashes += outcome == "crash"
+            num_failures = self.timeouts + self.crashes
+        if num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+            _logger.warning(
+                "%d answers ran into the time limit of %g s and %d ended their worker; they count as wrong",
+                *(self.timeouts, self.time_limit, self.crashes),
+            )
+        task.grade.set_result(Grade(False, outcome))
+
+
+_numbers = itertools.count(1)
+
+
+def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
+    # "equal", "different", "timeout" or "crash"; None where the worker has ended.
+    number = next(_numbers)
+    try:
+        print(json.dumps([number, seconds, *astuple(task.answer), task.gold]), file=worker.stdin, flush=True)
+    except BrokenPipeError:
+        return None
+    for line in worker.stdout:
+        answered, outcome = line.split()
+        if int(answered) == number:
+            return outcome
+    return None
+
+
+# In a worker ---------------------------------------------------------------------------------------------------------
+
+_TASKS_OF_A_CHILD = 1000  # after which what they have left in memory goes with it
+_PIPE_ENDED = 3
+
+
+def _serve(memory_limit: int) -> None:
+    """Answer on stdout what stdin asks, until the grader's process closes the pipe or ends.
+
+    A child compares; when it dies, the next one is there at once, with math-verify imported.
+    """
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader's process, which ends this one
+    outcomes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for answer, gold in ((r"\frac{1}{\sqrt{2}}+x^2", r"\frac{\sqrt{2}}{2}+x"), (r"\{1\}", "(0,1]"), ("x>1", "(a,b)")):
+        is_equal(Answer(answer, f"\\boxed{{{answer}}}"), gold)  # imports and fills caches, where no time limit runs
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            in_use = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's task, 0 for none
+    while True:
+        child = os.fork()
+        if child == 0:
+            _end_with_parent()
+            _compare(outcomes, at_work)
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if exit_code == _PIPE_ENDED:
+            return
+        if at_work[0]:
+            print(at_work[0], "timeout" if exit_code == -signal.SIGALRM else "crash", file=outcomes, flush=True)
+            at_work[0] = 0
+
+
+def _compare(outcomes: TextIO, at_work: memoryview) -> NoReturn:
+    code = 1
+    try:
+        for _ in range(_TASKS_OF_A_CHILD):
+            line = sys.stdin.readline()
+            if not line:
+                code = _PIPE_ENDED
+                break
+            at_work[0], seconds, text, passage, gold = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel ends this process, even in a C call
+            outcome = "equal" if is_equal(Answer(text, passage), gold) else "different"
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            print(at_work[0], outcome, file=outcomes, flush=True)
+            at_work[0] = 0
+    finally:
+        os._exit(code)
+
+
+def _end_with_parent() -> None:
+    # Elsewhere a worker ends when its pipe does, and its child with the timer.
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

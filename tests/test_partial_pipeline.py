@@ -1,0 +1,91 @@
+"""A token budget through the real pipeline: who wrote which token, and that every prompt is trained on once."""
+
+import json
+from collections import Counter
+
+import pipeline
+import pytest
+import recordings
+import torch
+
+NUM_PROMPTS, NUM_SAMPLES = 96, 4
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """As the harness makes it, but that no two prompts are alike, and their responses' ends are late and far apart."""
+    pipeline.make_model(tmp_path)
+    with open(tmp_path / "train.jsonl", "w") as file:
+        for n in range(NUM_PROMPTS):
+            file.write(json.dumps({"input": f"{n // 10}+{n % 10}=", "label": "", "datasource": "sums"}) + "\n")
+    return tmp_path
+
+
+def partial_flags(directory, **overrides) -> list[str]:
+    """Six global steps of 16 groups of 4, two micro-batches an optimizer step, if no group is dropped."""
+    flags = dict(
+        policy_loss="bapo",
+        data__max_samples=NUM_PROMPTS,
+        data__max_len=72,
+        rollout__max_new_tokens=64,
+        actor__adam__lr=3e-4,
+        train__micro_batch_size=16,
+        partial__token_budget=16,
+    )
+    return pipeline.flags(directory, **flags | overrides)
+
+
+def prompts_trained(batch: dict[str, torch.Tensor]) -> Counter:
+    """How many samples of each prompt were trained on; a prompt as its tokens."""
+    starts = (batch["action_mask"] > 0).int().argmax(-1) + 1
+    tokens = zip(batch["sequences"], batch["attention_mask"], starts, strict=True)
+    return Counter(tuple(row[:start][mask[:start] > 0].tolist()) for row, mask, start in tokens)
+
+
+def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
+    mask = batch["action_mask"] > 0
+    return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
+
+
+def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
+    """The engine's log-probs are of the weights that generated the token, and of no neighbouring ones.
+
+    Args:
+        engines: whether the denominators of fresh tokens are to be the engine's too, or the actor's own.
+    """
+    mask = batch["action_mask"] > 0
+    assert torch.equal(batch["staleness"].long(), torch.where(mask, batch["version"][:, None] - batch["versions"], 0))
+    stale, fresh = batch["staleness"] > 0, mask & (batch["staleness"] == 0)
+    sampled = policies.log_probs(batch, batch["versions"], sampled=True)
+    assert (sampled - batch["rollout_log_probs"])[mask].abs().max() < recordings.CLOSE
+    assert (sampled - batch["denominators"])[stale].abs().max() < recordings.CLOSE
+    own = policies.log_probs(batch, batch["versions"], sampled=engines)
+    assert (own - batch["denominators"])[fresh].abs().max() < recordings.CLOSE
+    for shift in (-1, 1):
+        other = policies.log_probs(batch, batch["versions"] + shift, sampled=True)
+        assert (other - batch["rollout_log_probs"])[mask].abs().nanmedian() > recordings.APART
+
+
+@pytest.mark.pipeline
+def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
+    recorder = recordings.environment(directory / "recording")
+    flags = partial_flags(directory, partial__oversample=3, partial__token_budget=8)
+    steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
+    assert len(steps) == 6
+    batch = recordings.trained_on(directory / "recording")
+    counted = prompts_trained(batch)
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    totals = Counter()
+    for step in steps:
+        totals.update(step)
+    assert totals["partial/started"] == totals["partial/taken"] == NUM_PROMPTS
+    assert totals["partial/dropped"] == steps[-1]["partial/in_flight"] == steps[-1]["partial/waiting"] == 0
+    assert max(step["partial/in_flight"] for step in steps) > 0 < totals["partial/resumed"]
+    assert all(0 <= step["partial/slowest_share"] < 1 for step in steps)
+
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=False)
+    assert max(num_versions(batch)) >= 3
+    by_step = torch.tensor(num_versions(batch)).gt(1).double().view(6, -1).mean(-1)
+    assert [step["offpolicy/mixed_versions"] for step in steps] == pytest.approx(by_step.tolist())
+    recordings.assert_optimizer_steps_are_counted(batch, steps, 2, recordings.steps_by_version(batch, num_first=2))
