@@ -1,12 +1,18 @@
 """A token budget through the real pipeline: who wrote which token, and that every prompt is trained on once."""
 
 import json
+import os
+import random
+import signal
+import sys
 from collections import Counter
 
 import pipeline
 import pytest
 import recordings
 import torch
+
+from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
 
 NUM_PROMPTS, NUM_SAMPLES = 96, 4
 
@@ -89,3 +95,68 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     by_step = torch.tensor(num_versions(batch)).gt(1).double().view(6, -1).mean(-1)
     assert [step["offpolicy/mixed_versions"] for step in steps] == pytest.approx(by_step.tolist())
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, recordings.steps_by_version(batch, num_first=2))
+
+
+@pytest.mark.pipeline
+def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and_trains_on_every_prompt_once(directory):
+    flags = partial_flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2)
+    killed_at = random.randint(1, 4)
+    saved = directory / f"ckpt/_partial/global_step{killed_at}/pool.json"
+    log, command = directory / "killed.log", [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
+    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
+        pipeline.wait_until(saved.exists, process, log)
+        os.killpg(process.pid, signal.SIGKILL)
+    version = int((directory / "ckpt/_actor/latest").read_text().strip().removeprefix("global_step"))
+    pool, _ = load_unfinished(pipeline.parse([*flags, "--ckpt.load_enable"]))
+    num_waiting = len(pool)
+    assert version >= killed_at and num_waiting > 0
+
+    recorder = recordings.environment(directory / "resumed", start=version - 1)
+    steps = pipeline.steps(pipeline.train(directory, [*flags, "--ckpt.load_enable"], "resumed", **recorder))
+    assert len(steps) == 6 - version
+    folders = [directory / "killed", directory / "resumed"]
+    before, after = (recordings.trained_on(folder) for folder in folders)
+    kept = before["version"] < version  # a step that no checkpoint holds is made again
+    counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    policies = recordings.Policies(directory / "model", *folders)
+    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=False)
+    assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
+    # What was begun before the kill was finished after it.
+    assert (after["versions"].masked_fill(after["action_mask"] == 0, 99) < version).any()
+    assert max(num_versions(after)) >= 2
+
+
+ASYNC = dict(train__async_enable=True, train__async_queue_size=2, partial__oversample=2)
+
+
+@pytest.mark.pipeline
+def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_that_wrote_it(directory):
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, partial_flags(directory, **ASYNC), "async", **recorder))
+    assert len(steps) == 6
+    batch = recordings.trained_on(directory / "recording")
+    counted = prompts_trained(batch)
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    assert sum(step["partial/started"] for step in steps) == sum(step["partial/taken"] for step in steps) == NUM_PROMPTS
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
+    assert max(num_versions(batch)) >= 2
+    # As old as --partial.max_staleness allows at hand-over, and the queue after it.
+    assert max(step["offpolicy/staleness_max"] for step in steps) >= 2
+
+
+@pytest.mark.pipeline
+def test_with_pausing_and_replay_a_response_is_written_across_updates_and_rollouts(directory):
+    recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
+    flags = dict(train__partial_rollout_enable=True, replay__ratio=1, replay__max_staleness=4, replay__max_reuse=1)
+    argv = partial_flags(directory, **ASYNC, **flags)
+    steps = pipeline.steps(pipeline.train(directory, argv, "mixed", **recorder))
+    assert len(steps) == 6
+    batch = recordings.trained_on(directory / "recording")
+    assert len(prompts_trained(batch)) == NUM_PROMPTS
+    assert sum(step["partial/started"] for step in steps) == sum(step["partial/taken"] for step in steps) == NUM_PROMPTS
+    assert sum(step["replay/groups_sampled"] for step in steps) > 0
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
+    assert max(num_versions(batch)) >= 3

@@ -39,6 +39,7 @@ def planned_by(capsys, script: str, *flags: str, **environment) -> tuple[int, li
         ("qwen32b", "64,", "32.76"),
         ("qwen7b", "8,", "7.62"),
         ("octothinker3b", "8,", "3.21"),
+        ("partial", "8,", "7.62"),
         ("async_partial", "8: 4 actor, 4 engines", "7.62"),
     ],
 )

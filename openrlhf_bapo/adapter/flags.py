@@ -275,8 +275,6 @@ def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_co
         raise FlagError(f"{flag}: an agent's turns cannot be cut; allowed without --train.agent_func_path")
     if values.get("data.max_images_per_prompt"):
         raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
-    if values.get("train.async_enable"):
-        raise FlagError(f"{flag}: allowed without --train.async_enable")
     if (values.get("rollout.vllm_generate_batch_size") or 0) > values.get("rollout.batch_size", 0):
         raise FlagError(
             f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: with {flag} "
