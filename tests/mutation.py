@@ -228,49 +228,56 @@ def run_tests(tests: list[str], limit: float, log: Path) -> str:
     return "killed"
 
 
+def named_survivors(file: Path) -> dict[tuple[str, str], bool]:
+    """(module, change) of every mutant that the file names, and whether it calls it equivalent."""
+    found, module = {}, None
+    for line in file.read_text().splitlines():
+        if line.startswith("## "):
+            module = line[3:]
+        elif line.startswith("- `"):
+            change, _, reason = line[3:].partition("`: ")
+            found[module, change] = reason.startswith("equivalent")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; default: all")
-    parser.add_argument("--results", type=Path, required=True, help="a JSON line a mutant is written here")
+    parser.add_argument("--results", type=Path, required=True, help="a JSON line a mutant is added here")
     parser.add_argument("--survivors-of", type=Path, help="run only the mutants that survived according to this file")
-    parser.add_argument("--list", action="store_true", help="count the mutants, run nothing")
     args = parser.parse_args()
-    modules = [name.removeprefix("openrlhf_bapo/") for name in args.modules] or list(TESTS)
-    reasons = Path("tests/mutation_survivors.md").read_text()
-    again = None
+    results, again = args.results.resolve(), None
     if args.survivors_of:
         rows = map(json.loads, args.survivors_of.read_text().splitlines())
         again = {(row["module"], row["change"]) for row in rows if row["outcome"] == "survived"}
-    if not args.list:
-        load_frameworks()
-    log = args.results.with_suffix(".log")
-    for module in modules:
-        path = Path("openrlhf_bapo", module)
+    os.chdir(Path(__file__).parent.parent)
+    named = named_survivors(Path("tests/mutation_survivors.md"))
+    load_frameworks()
+    for module in args.modules or TESTS:
+        path, log = Path("openrlhf_bapo", module), results.with_suffix(f".{Path(module).stem}.log")
         source = path.read_text()
-        todo = [m for m in mutants(source) if again is None or (module, m[1]) in again]
-        if args.list:
-            print(module, len(todo))
-            continue
         start = time.monotonic()
         assert run_tests(TESTS[module], 900, log) == "survived", log.read_text()[-5000:]
-        unchanged = time.monotonic() - start
-        outcomes = []
-        for line, change, mutated in todo:
+        limit = 3 * (time.monotonic() - start) + 20
+        rows = []
+        for line, change, mutated in mutants(source):
+            if again is not None and (module, change) not in again:
+                continue
             path.write_text(mutated)
             start = time.monotonic()
-            outcome = run_tests(TESTS[module], 3 * unchanged + 20, log)
-            row = dict(module=module, line=line, change=change, outcome=outcome, seconds=time.monotonic() - start)
-            outcomes.append(row)
-            with open(args.results, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            outcome = run_tests(TESTS[module], limit, log)
+            rows.append(dict(module=module, line=line, change=change, outcome=outcome))
+            with open(results, "a") as file:
+                file.write(json.dumps(rows[-1] | {"seconds": round(time.monotonic() - start, 1)}) + "\n")
         path.write_text(source)
-        survivors = [row for row in outcomes if row["outcome"] == "survived"]
-        print(
-            f"{module}: {len(outcomes)} mutants, {len(outcomes) - len(survivors)} killed; {unchanged:.0f} s unchanged"
-        )
+        survivors = [row for row in rows if row["outcome"] == "survived"]
+        num_killed, num_changing = len(rows) - len(survivors), len(rows)
         for row in survivors:
-            named = "named" if row["change"] in reasons else "NOT NAMED in tests/mutation_survivors.md"
-            print(f"  openrlhf_bapo/{module}:{row['line']}: {row['change']}  [{named}]", flush=True)
+            is_equivalent = named.get((module, row["change"]))
+            num_changing -= bool(is_equivalent)
+            note = "NOT NAMED in tests/mutation_survivors.md" if is_equivalent is None else "named"
+            print(f"  openrlhf_bapo/{module}:{row['line']}: {row['change']}  [{note}]")
+        print(f"{module}: {len(rows)} mutants, {num_changing} change behaviour, {num_killed} killed", flush=True)
 
 
 if __name__ == "__main__":

@@ -180,6 +180,17 @@ def test_a_share_exactly_at_the_target_reaches_it(order):
     assert not find_clip_bounds(ratio, torch.tensor([3.0, -1.0]), mask, above).reached
 
 
+@pytest.mark.parametrize("target_kind", ["share", "ratio"])
+def test_equal_sides_are_no_reason_to_stay_at_the_start(target_kind):
+    config = ClipConfig(positive_contribution_target=0.999, target_kind=target_kind, contribution="gradient")
+    ratio = torch.tensor([1.0, 2.0, 0.5, 0.7], dtype=torch.float64)  # 1 inside and 1 outside on either side
+    found = find_clip_bounds(ratio, torch.tensor([1.0, 1.0, -9.0, -1 / 0.7]), torch.ones(4), config)
+    assert float(found.initial_share) == pytest.approx(0.5)
+    # P / N is 1 at the start, which is enough; for the share the last negative token must go.
+    at = (0.6, 1.2) if target_kind == "ratio" else (pytest.approx(0.72), pytest.approx(3.0))
+    assert found.reached and (float(found.lower), float(found.upper)) == at
+
+
 def test_of_equally_good_points_the_first_on_the_path_is_taken():
     # Only negatives below every lower bound matter: under "gradient" they are out at the start already.
     config = ClipConfig(contribution="gradient")

@@ -1,6 +1,8 @@
 """The math reward over HTTP, as OpenRLHF asks for it, and as the reward function of a file."""
 
 import asyncio
+import contextlib
+import http.client
 import json
 import signal
 import sys
@@ -8,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -15,22 +18,27 @@ from pipeline import REPOSITORY, free_port, running
 from test_math_answers import session_processes, wait_until_none_is_left
 
 from openrlhf_bapo.adapter import math_reward
+from openrlhf_bapo.cli import serve_math_reward
 
 COMMAND = [sys.executable, "-m", "openrlhf_bapo.cli.serve_math_reward"]
 PROMPT = "<|im_start|>user\nHow much is it? Answer in \\boxed{0}.<|im_end|>\n<|im_start|>assistant\n"
 
 
+HOSTILE = r"\boxed{9^{9^{9^{9}}}+1}"
+
+
 def wait_until_it_listens(process, log) -> None:
+    deadline = time.monotonic() + 100
     while "grading math answers at" not in log.read_text():
-        assert process.poll() is None, log.read_text()
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of a server with 2 workers and 1 second an answer."""
+    """The address of a server with 2 workers and 2 seconds an answer."""
     log, port = tmp_path_factory.mktemp("server") / "log", free_port()
-    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "2"]
+    command = [*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "2"]
     with running(command, log) as process:
         wait_until_it_listens(process, log)
         yield f"http://127.0.0.1:{port}"
@@ -55,7 +63,7 @@ def samples() -> list[tuple[str, str, float]]:
     for i in range(64):
         is_right = i % 8 < 4
         if i % 16 == 15:
-            response, label, is_right = r"\boxed{9^{9^{9^{9}}}}", str(i), False
+            response, label, is_right = HOSTILE, str(i), False
         elif i % 4 == 0:
             response, label = f"\\boxed{{\\sqrt{{{2 * (i + 1) ** 2}}}}}", f"{i + 1 + (not is_right)}\\sqrt{{2}}"
         else:
@@ -75,7 +83,7 @@ def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(100)
     return results
 
 
@@ -140,31 +148,77 @@ def test_health_counts_what_failed(server):
         return health["timeouts"]
 
     before = timeouts()
-    post(server, json.dumps({"query": [r"\boxed{9^{9^{9^{9}}}}"], "prompts": [""], "labels": ["1"]}).encode())
+    post(server, json.dumps({"query": [HOSTILE], "prompts": [""], "labels": ["1"]}).encode())
     assert timeouts() == before + 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_is_left_of_a_server_that_is_stopped_at_work(tmp_path, how):
-    log, port = tmp_path / "log", free_port()
-    command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--workers", "2", "--time_limit", "30"]
-    with running(command, log) as process:
-        wait_until_it_listens(process, log)
-        body = json.dumps({"query": [r"\boxed{9^{9^{9^{9}}}}"], "prompts": [""], "labels": ["1"]}).encode()
+def test_a_body_above_the_limit_is_refused_in_one_line_and_the_next_one_is_served(server):
+    status, result = post(server, b" " * (serve_math_reward.LARGEST_BODY + 1))
+    assert status == 413 and f"more than {serve_math_reward.LARGEST_BODY}" in result["error"]
+    assert "\n" not in result["error"]
+    good = json.dumps({"query": ["#### 5"], "prompts": [""], "labels": ["5"]}).encode()
+    assert post(server, good.ljust(serve_math_reward.LARGEST_BODY))[1]["rewards"] == [1.0]
 
-        def ask() -> None:
+
+@pytest.mark.parametrize("path", ["docs", "redoc", "openapi.json"])
+def test_there_are_no_pages_about_the_server(server, path):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{server}/{path}", timeout=60)
+
+
+def test_the_server_listens_on_loopback_unless_told(server):
+    port = int(server.rpartition(":")[2])
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
+    assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
+
+
+def ask_in_the_background(port: int, answers: list) -> threading.Thread:
+    """Four hostile answers in one request, whose result is appended to the list."""
+    body = json.dumps({"query": [HOSTILE] * 4, "prompts": [""] * 4, "labels": ["2"] * 4}).encode()
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the server was killed
             answers.append(post(f"http://127.0.0.1:{port}", body))
 
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until_a_worker_computes(session: int) -> None:
+    deadline = time.monotonic() + 100
+    while len(session_processes(session)) < 3:  # the server, a worker, and its child
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_server_that_ends_at_work(tmp_path, how):
+    log, port = tmp_path / "log", free_port()
+    with running([*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "100"], log) as process:
+        wait_until_it_listens(process, log)
         answers = []
-        thread = threading.Thread(target=ask)
-        thread.start()
-        while len(session_processes(process.pid)) < 4:  # itself, the server that forks, two workers
-            time.sleep(0.1)
+        thread = ask_in_the_background(port, answers)
+        wait_until_a_worker_computes(process.pid)
         process.send_signal(how)
-        assert process.wait(30) == 0, log.read_text()
-        thread.join()
-        wait_until_none_is_left(process.pid)
-    assert answers == [(503, {"error": "the server is shutting down"})]
+        assert process.wait(30) == (-signal.SIGKILL if how == signal.SIGKILL else 0), log.read_text()
+        thread.join(30)
+        wait_until_none_is_left(process.pid, seconds=5)
+    assert how == signal.SIGKILL or answers == [(503, {"error": "the server is shutting down"})]
+
+
+def test_one_worker_serves_an_ordinary_answer_while_four_hostile_ones_wait(tmp_path):
+    log, port = tmp_path / "log", free_port()
+    with running([*COMMAND, "--port", str(port), "--workers", "1", "--time_limit", "20"], log) as process:
+        wait_until_it_listens(process, log)
+        answers = []
+        ask_in_the_background(port, answers)
+        wait_until_a_worker_computes(process.pid)
+        body = json.dumps({"query": [r"\boxed{\sqrt{8}}"], "prompts": [""], "labels": [r"2\sqrt{2}"]}).encode()
+        assert post(f"http://127.0.0.1:{port}", body)[1]["rewards"] == [1.0] and answers == []
+        process.kill()
 
 
 @pytest.mark.parametrize(
@@ -178,8 +232,6 @@ def test_nothing_is_left_of_a_server_that_is_stopped_at_work(tmp_path, how):
     ],
 )
 def test_a_wrong_flag_ends_in_one_line(flags, said, capsys):
-    from openrlhf_bapo.cli import serve_math_reward
-
     with pytest.raises(SystemExit) as error:
         serve_math_reward.main(flags)
     message = capsys.readouterr().err
@@ -187,8 +239,6 @@ def test_a_wrong_flag_ends_in_one_line(flags, said, capsys):
 
 
 def test_a_taken_port_ends_in_one_line(server, capsys):
-    from openrlhf_bapo.cli import serve_math_reward
-
     port = server.rpartition(":")[2]
     with pytest.raises(SystemExit) as error:
         serve_math_reward.main(["--host", "127.0.0.1", "--port", port])

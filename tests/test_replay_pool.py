@@ -300,6 +300,9 @@ def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
         pool.add([Group(empty.samples, empty.rewards), no_samples, only_prompts, equal, make_group()])
         metrics = pool.metrics()
         assert (metrics["replay/groups_added"], metrics["replay/groups_skipped"]) == (num_kept, 5 - num_kept)
+    for group in (Group(empty.samples, empty.rewards), only_prompts):
+        assert group.oldest_version == 2**31 - 1 and group.mean_abs_advantage == 0
+    assert no_samples.oldest_version == 2**31 - 1
     assert empty.num_action_tokens == no_samples.num_action_tokens == only_prompts.num_action_tokens == 0
 
 
@@ -439,6 +442,23 @@ def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_hav
             one.add([make_group(99)])
         drawn, expected = loaded.sample(3, 1), pool.sample(3, 1)
         assert len(drawn) == len(expected) and all(map(identical, drawn, expected))
+
+
+def test_a_long_run_s_versions_are_versions_like_any_other():
+    pool = ReplayPool(ReplayConfig())
+    pool.add([make_group(versions=(10**6,))])
+    assert [group.oldest_version for group in pool.sample(1, 10**6)] == [10**6]
+
+
+def test_a_saved_column_says_which_samples_have_the_name_and_which_as_a_scalar(tmp_path):
+    group = make_group(num_samples=3)
+    group.samples[0]["x"], group.samples[1]["x"] = torch.tensor(1.5), torch.tensor([2.5, 3.5])
+    pool = ReplayPool(ReplayConfig())
+    pool.add([Group(group.samples, group.rewards)])
+    pool.save(tmp_path / "pool", 0, FINGERPRINT)
+    columns = load_file(tmp_path / "pool" / "groups.safetensors")
+    assert columns["lengths/x:float32"].tolist() == [-2, 2, -1]
+    assert columns["values/x:float32"].tolist() == [1.5, 2.5, 3.5]
 
 
 def test_a_pool_is_saved_as_few_tensors(tmp_path):

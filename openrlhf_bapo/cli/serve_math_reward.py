@@ -11,7 +11,7 @@ import sys
 from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 
-_LARGEST_BODY = 64 << 20  # bytes; 500 responses of 32,000 tokens
+LARGEST_BODY = 64 << 20  # bytes; 500 responses of 32,000 tokens
 
 
 class _RequestError(Exception):
@@ -57,10 +57,10 @@ def make_app(grader: MathGrader):
         chunks, length = [], 0
         async for chunk in request.stream():  # to the end, since a client that still sends would not see the answer
             length += len(chunk)
-            if length <= _LARGEST_BODY:
+            if length <= LARGEST_BODY:
                 chunks.append(chunk)
-        if length > _LARGEST_BODY:
-            raise _RequestError(f"the body has {length} bytes, more than {_LARGEST_BODY}: send fewer queries", 413)
+        if length > LARGEST_BODY:
+            raise _RequestError(f"the body has {length} bytes, more than {LARGEST_BODY}: send fewer queries", 413)
         return b"".join(chunks)
 
     @app.post("/get_reward")

@@ -210,26 +210,27 @@ def is_equal(answer: Answer, gold: str) -> bool:
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
-_IS_WORDS = re.compile(r"[^\d\\]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[^\d\\]*$")
+_IS_WORDS = re.compile(r"[A-Za-z ,.'-]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[A-Za-z ,.'-]*$")
 _CHOSEN = re.compile(r"(?:option |choice )?\(?([A-Z])(?:\)|[.:](?!\S)|$)", re.IGNORECASE)
 _QUALIFIER = re.compile(
     r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|except|up to"
-    r"|(?:more|less|fewer|greater|other) than)\b"
+    r"|(?:more|less|fewer|greater|other) than)\b",
+    re.IGNORECASE,
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
 # "2\binom{6}{3}" != "22", "\ln(2)^2" != "2\ln 2".
 _MISREAD = re.compile(
-    _NUMBER_WORD
-    + r"|[^\0-\x7f]|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?\^|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+    _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+    r"|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?[\^\w\\(]"
 )
 
 
 def _words(text: str) -> str:
     text = _TEXT.sub(r"\1", text.replace("$", " ").replace("**", "").replace("\\ ", " "))
     text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
-    return text.lower() if re.search(r"[A-Za-z]{3}|^[Nn]o$", _COMMAND.sub("", text)) else text
+    return text.lower() if re.fullmatch(r"[Nn]o|[\w ,.'-]*[A-Za-z]{3}[\w ,.'-]*", text) else text
 
 
 def _nfkc(match: re.Match) -> str:
@@ -269,7 +270,7 @@ _REWRITES = [
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
         ("\\\\\\$|[$`\u00a2-\u00a5\u20ac]|\\*\\*|(?<!\\\\)\\\\[()\\[\\]]", ""),  # "\u20ac5"
         (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
-        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=\^)", r"(\1)"),  # "\ln(2)^2"
+        (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=[\^\w\\(])", r"(\1)"),  # "\ln(2)^2"
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
         (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"

@@ -137,7 +137,7 @@ class MathGrader:
             # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
             # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
             worker = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self.memory_limit)],
+                [sys.executable, "-m", __name__, str(os.getpid()), str(self.memory_limit)],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -185,12 +185,12 @@ _TASKS_OF_A_CHILD = 1000  # after which what they have left in memory goes with 
 _PIPE_ENDED = 3
 
 
-def _serve(memory_limit: int) -> None:
+def _serve(grader: int, memory_limit: int) -> None:
     """Answer on stdout what stdin asks, until the grader's process closes the pipe or ends.
 
     A child compares; when it dies, the next one is there at once, with math-verify imported.
     """
-    _end_with_parent()
+    _end_with(grader)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader's process, which ends this one
     outcomes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -200,11 +200,12 @@ def _serve(memory_limit: int) -> None:
         with open("/proc/self/statm") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    worker = os.getpid()
     at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's task, 0 for none
     while True:
         child = os.fork()
         if child == 0:
-            _end_with_parent()
+            _end_with(worker)
             _compare(outcomes, at_work)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if exit_code == _PIPE_ENDED:
@@ -232,12 +233,14 @@ def _compare(outcomes: TextIO, at_work: memoryview) -> NoReturn:
         os._exit(code)
 
 
-def _end_with_parent() -> None:
-    # Elsewhere a worker ends when its pipe does, and its child with the timer.
+def _end_with(parent: int) -> None:
+    # Elsewhere than on Linux a worker ends when its pipe does, and its child with the timer.
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before
+            os._exit(1)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(*map(int, sys.argv[1:]))
