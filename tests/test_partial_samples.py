@@ -305,6 +305,54 @@ def test_a_run_resumed_at_any_step_trains_on_every_prompt_once(
     assert sorted(label for batch in rollouts(resumed) for label in labels(batch)) == list(range(9))
 
 
+def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
+    """Flags of a run that resumes a checkpoint with the generator's unfinished responses."""
+    from openrlhf_bapo.adapter.replay_checkpoint import _partial_fingerprint
+
+    (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
+    (directory / "ckpt/_actor/latest").write_text("global_step1")
+    generator.pool.save(directory / "ckpt/_partial/global_step1", state, _partial_fingerprint(generator.args))
+    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, rollout__micro_batch_size=6)
+    return pipeline.flags(directory, policy_loss="bapo", ckpt__load_enable=True, ckpt__path=directory / "ckpt", **sizes)
+
+
+def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_path_factory):
+    from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
+
+    generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
+    publish(generator)
+    generator.generate_samples(**GENERATE)
+    state = {"policy_version": 9, "steps_by_version": [0] * 10, "version_offset": 7}
+    flags = saved_beside_a_checkpoint(directory, generator, state)
+    pool, loaded = load_unfinished(pipeline.parse([*flags, "--partial.token_budget", "5"]))
+    assert loaded == state and len(pool) == len(generator.pool) > 0
+    # 1 + 7 is version 8; the resumed weights are version 9 and their engines' first.
+    kept = [r.tensors["versions"] for group in pool.unfinished + pool.complete for r in group.responses]
+    assert set(torch.cat(kept).tolist()) == {8 - (9 - 1)}
+
+
+def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(directory, capsys):
+    generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
+    generator.generate_samples(**GENERATE)
+    flags = saved_beside_a_checkpoint(directory, generator, {"policy_version": 1, "version_offset": 0})
+
+    def refusal(argv) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            pipeline.parse(argv)
+        assert exit_.value.code == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    message = refusal(flags)
+    assert f"{len(generator.pool)} prompts with unfinished responses; give --partial.token_budget" in message
+    assert "--partial.discard_saved" in message
+    pipeline.parse([*flags, "--partial.discard_saved"])
+    budget = [*flags, "--partial.token_budget", "5"]
+    pipeline.parse(budget)
+    message = refusal([*budget, "--rollout.n_samples_per_prompt", "6"])
+    assert "--rollout.n_samples_per_prompt '3', but this run has --rollout.n_samples_per_prompt '6'" in message
+    pipeline.parse([*budget, "--rollout.n_samples_per_prompt", "6", "--partial.discard_saved"])
+
+
 def test_without_a_budget_there_is_no_pool(directory):
     from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
 

@@ -127,6 +127,22 @@ def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, chan
     assert any(re.search(problem, line) for line in make_plan(args, shape, Machine()).problems)
 
 
+def test_a_token_budget_is_planned_with_its_rollouts_staleness_and_what_is_prefilled_again(planned):
+    args, shape = copy.deepcopy(planned)
+    assert not any("budget" in name for name in make_plan(args, shape, Machine()).facts)
+    args.partial.token_budget, args.partial.max_staleness, args.partial.oversample = 3, 5, 1.3
+    args.train.async_enable, args.train.async_queue_size = True, 2
+    facts = make_plan(args, shape, Machine()).facts
+    # 8 tokens by 3: three rollouts, which prefill the prompt's 16 tokens with 3 and 6 of the response.
+    assert "a response of 8 takes 3 rollouts" in facts["token budget"]
+    assert "at most 21 prompts in flight for 16" in facts["token budget"]
+    assert facts["staleness in policy versions"] == "at most 7 of fresh samples"
+    assert facts["prefilled again"].startswith("41 tokens of prompt and prefix for a response of 8, 0.00 GiB")
+    assert "responses cut" not in facts
+    args.partial.max_segments = 2
+    assert "2 x 3 tokens they are dropped" in make_plan(args, shape, Machine()).facts["responses cut"]
+
+
 def test_there_is_a_remedy_for_every_phase(planned):
     args, shape = copy.deepcopy(planned)
     args.train.colocate_all = True
