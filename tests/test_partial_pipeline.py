@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pipeline
 import pytest
@@ -70,6 +71,83 @@ def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines:
     for shift in (-1, 1):
         other = policies.log_probs(batch, batch["versions"] + shift, sampled=True)
         assert (other - batch["rollout_log_probs"])[mask].abs().nanmedian() > recordings.APART
+
+
+@pytest.mark.pipeline
+def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_token(directory):
+    recorder = recordings.environment(directory / "recording")  # in float32, where equal logits stay equal
+    command = [sys.executable, __file__, str(directory)]
+    with pipeline.running(command, directory / "greedy.log", **recorder) as process:
+        assert process.wait(300) == 0, (directory / "greedy.log").read_text()[-3000:]
+    once, again, *in_segments = json.loads((directory / "greedy.json").read_text())
+    assert len({len(response["tokens"]) for response in once}) > 4
+    assert any(response["outcome"]["truncated"] for response in once)
+
+    def noise(others) -> float:
+        return max(
+            abs(a - b)
+            for mine, other in zip(once, others, strict=True)
+            for a, b in zip(mine["log_probs"], other["log_probs"], strict=True)
+        )
+
+    assert [response["tokens"] for response in again] == [response["tokens"] for response in once]
+    for responses in in_segments:
+        assert [r["tokens"] for r in responses] == [r["tokens"] for r in once]
+        assert [r["outcome"] for r in responses] == [r["outcome"] for r in once]
+        assert noise(responses) < max(noise(again), recordings.CLOSE)
+
+
+def _generate_greedily(directory: Path) -> None:
+    """Write what an engine makes of every prompt in one go, twice, and then by budgets of 1, 7 and 30 tokens, and
+    stopped at any moment."""
+    import asyncio
+
+    from openrlhf_bapo.adapter import evaluation
+
+    prompts = [json.loads(line)["input"] for line in open(directory / "train.jsonl")][:40]
+
+    async def main() -> list:
+        import transformers
+        import vllm
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=64, min_tokens=1, logprobs=1)
+
+        async def respond(engine, prompt: str, budget: int) -> dict:
+            whole = {"tokens": [], "log_probs": [], "outcome": None}
+            while whole["outcome"] is None:
+                (piece,) = await engine.grow_responses.remote(
+                    prompt=prompt,
+                    label="",
+                    sampling_params=params,
+                    max_length=72,
+                    hf_tokenizer=tokenizer,
+                    kept_tokens=[whole["tokens"]],
+                    budget=budget,
+                )
+                assert len(piece["tokens"]) <= budget
+                for name in ("tokens", "log_probs"):
+                    whole[name] += piece[name]
+                whole["outcome"] = piece["outcome"]
+            return whole
+
+        async def stop(engine) -> None:
+            while True:
+                await asyncio.sleep(0.05)
+                await engine.stop_growing.remote()
+
+        found = []
+        with evaluation.running_engines(
+            str(directory / "model"), 1, 1, 0.5, seed=0, max_model_len=72, endpoints=[str(directory / "reward.py")]
+        ) as (engine,):
+            for budget, is_stopped in ((64, False), (64, False), (1, False), (7, False), (30, False), (64, True)):
+                stopping = asyncio.ensure_future(stop(engine)) if is_stopped else None
+                found.append(await asyncio.gather(*(respond(engine, prompt, budget) for prompt in prompts)))
+                if stopping:
+                    stopping.cancel()
+        return found
+
+    (directory / "greedy.json").write_text(json.dumps(asyncio.run(main())))
 
 
 @pytest.mark.pipeline
@@ -160,3 +238,7 @@ def test_with_pausing_and_replay_a_response_is_written_across_updates_and_rollou
     policies = recordings.Policies(directory / "model", directory / "recording")
     assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
     assert max(num_versions(batch)) >= 3
+
+
+if __name__ == "__main__":
+    _generate_greedily(Path(sys.argv[1]))
