@@ -221,6 +221,17 @@ def test_the_docstrings_example_has_three_segments_unless_it_becomes_too_old():
         assert pool.metrics()["partial/dropped_stale"] == (not is_taken) and len(pool) == 0
 
 
+def test_the_group_with_the_oldest_token_comes_first_whichever_was_started_first():
+    pool = PartialPool(PartialConfig(token_budget=2))
+    groups = [pool.start(prompt, None, 1) for prompt in "abcd"]
+    for group, version in zip(groups, (5, 3, 4, 3), strict=True):
+        pool.grow(group.responses[0], [1], [-1.0], [version])
+    assert [group.prompt for group in pool.unfinished] == ["b", "d", "c", "a"]
+    for group in groups:
+        pool.grow(group.responses[0], [], [], [], {"reward": 1.0})
+    assert [group.prompt for group in pool.take(3)] == ["b", "d", "c"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

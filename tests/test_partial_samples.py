@@ -33,11 +33,27 @@ class ScriptedEngine:
         self.llm = Namespace(policy_version=0)
         self.lengths, self.random = lengths, random.Random(0)
         self.is_stopping, self.num_generated = False, Counter()
-        for name in ("grow_responses", "stop_growing", "policy_version"):
+        names = (
+            "grow_responses",
+            "generate_responses",
+            "stop_growing",
+            "policy_version",
+            "get_num_unfinished_requests",
+        )
+        for name in names:
             setattr(self, name, Namespace(remote=getattr(self, f"_{name}")))
 
     def _policy_version(self):
         return Done(self.llm.policy_version)
+
+    def _get_num_unfinished_requests(self):
+        return Done(0)
+
+    def _generate_responses(self, **request):
+        from openrlhf_bapo.adapter.vllm_engine import generate_responses
+
+        self.is_stopping = False
+        return Ref(lambda: asyncio.run(generate_responses(self, **request)))
 
     def _stop_growing(self):
         self.is_stopping = True
@@ -49,7 +65,7 @@ class ScriptedEngine:
         self.is_stopping = False
         return Ref(lambda: asyncio.run(grow_responses(self, **request)))
 
-    async def generate(self, prompt_tokens: list[int], params) -> Namespace:
+    async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
         from openrlhf_bapo.adapter.vllm_engine import _SEGMENTS
 
         assert params.max_tokens > 0 and params.logprobs == 1
@@ -92,6 +108,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
+    from openrlhf.trainer.ppo_utils import samples_generator
     from openrlhf.trainer.ray import vllm_engine
 
     from openrlhf_bapo.adapter import partial_rollouts
@@ -103,7 +120,7 @@ def without_ray(monkeypatch):
         place = random.Random(len(refs)).randrange(len(refs))
         return [refs[place]], refs[:place] + refs[place + 1 :]
 
-    for module in (partial_rollouts, vllm_engine):
+    for module in (partial_rollouts, samples_generator, vllm_engine):
         monkeypatch.setattr(module, "ray", Namespace(get=get, wait=wait))
 
 
@@ -303,6 +320,18 @@ def test_a_run_resumed_at_any_step_trains_on_every_prompt_once(
     assert sorted(trained) == list(range(9))
     # And the next episode is a whole one.
     assert sorted(label for batch in rollouts(resumed) for label in labels(batch)) == list(range(9))
+
+
+def test_evaluation_has_no_budget_and_leaves_unfinished_responses_alone(directory):
+    generator = make_generator(directory, lengths=[13] * 20)
+    generator.generate_samples(**GENERATE)
+    held = {group.key: group.num_tokens for group in generator.pool.unfinished + generator.pool.complete}
+    generator.eval_dataloader = generator.prompts_dataloader.__class__(
+        generator.prompts_dataloader.dataset, 1, collate_fn=generator.prompts_dataloader.collate_fn
+    )
+    samples = generator.generate_eval_samples(**GENERATE, n_samples_per_prompt=2)
+    assert len(samples) == 2 * 20 and {sample.response_length.item() for sample in samples} == {13}
+    assert held == {group.key: group.num_tokens for group in generator.pool.unfinished + generator.pool.complete}
 
 
 def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
