@@ -244,6 +244,16 @@ def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
 
 
 @pytest.mark.pipeline
+def test_partial_trains_on_resumed_responses_on_two_ranks_with_two_engines(tiny):
+    two = ("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--data.max_samples", "32")
+    steps = run_tiny("partial", tiny, "partial", *two, BUDGET=3, OVERSAMPLE=2, REWARD=tiny / "reward.py")
+    assert len(steps) == 4
+    assert sum(step["partial/started"] for step in steps) == sum(step["partial/taken"] for step in steps) == 32
+    assert max(step["partial/segments_max"] for step in steps) >= 3  # of 8 tokens by 3
+    assert max(step["offpolicy/staleness_max"] for step in steps) >= 1
+
+
+@pytest.mark.pipeline
 def test_octothinker3b_trains_on_rewards_of_the_math_file(tiny):
     (metrics,) = run_tiny("octothinker3b", tiny, "octothinker3b")
     assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
