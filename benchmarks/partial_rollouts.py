@@ -1,8 +1,8 @@
 """What a token budget does to a training step on the CPU, where the longest of a rollout's responses holds it back.
 
-The real command trains a random policy of 0.1 million parameters, which may end a response at any token, with and without
-a budget by turns. Printed are medians over all steps but the first three of every run (the engine compiles, and the first
-groups under a budget are begun): seconds of generation and of the whole step, response tokens trained a second.
+The real command trains a random policy of 0.1 million parameters, which may end a response at any token, with and
+without a budget by turns. Printed are medians over all steps but the first three of every run (the engine compiles, and
+the first groups under a budget are begun): seconds of generation and of the step, response tokens trained a second.
 
     .venv/bin/python benchmarks/partial_rollouts.py
 """
