@@ -71,36 +71,28 @@ class RemoveStatement(Operator):
 
 
 def mutants(source: str) -> list[tuple[int, str, str]]:
-    """(line, "old => new", mutated source) of every mutant, annotations and names of types left alone."""
-    left_alone = {
-        line
-        for node in ast.walk(ast.parse(source))
-        for line in _lines_of_annotations(node)
-        # A line holds an annotation and code at once only in a field's or a parameter's default.
-    }
-    first_assignments = set(_lines_of_first_assignments(ast.parse(source)))
-    tree = get_ast(source)
-    found, seen = [], {ast.dump(_Plain().visit(ast.parse(source)))}
+    """(line, "old => new", mutated source) of every mutant; annotations are left alone."""
+    parsed, tree = ast.parse(source), get_ast(source)
+    annotations, first_assignments = list(_annotations(parsed)), set(_lines_of_first_assignments(parsed))
+    found, seen = [], {ast.dump(_Plain().visit(parsed))}
     operators = [get_operator(name)() for name in operator_names() if OPERATORS.fullmatch(name)]
     for operator in [*operators, RemoveStatement()]:
         positions = [span for node in ast_nodes(tree) for span in operator.mutation_positions(node)]
-        for occurrence, (start, _) in enumerate(positions):
-            if isinstance(operator, RemoveStatement) and start[0] in first_assignments:
+        for occurrence, ((line, column), _) in enumerate(positions):
+            if any(line == at and start <= column < end for at, start, end in annotations):
+                continue
+            if isinstance(operator, RemoveStatement) and line in first_assignments:
                 continue  # without it a name is unknown, which any test would notice
             mutated = mutate_code(source, operator, occurrence)
             try:
                 meaning = ast.dump(_Plain().visit(ast.parse(mutated)))
             except SyntaxError:  # such as * for ** in a call
                 continue
-            if meaning in seen:
-                continue
-            seen.add(meaning)
-            if start in left_alone or any(start[0] == line and a <= start[1] < b for line, a, b in left_alone):
-                continue
-            before = source.splitlines()[start[0] - 1].strip()
-            is_whole_line = operator.__class__.__name__ in ("RemoveDecorator", "RemoveStatement")
-            change = f"{before} => (removed)" if is_whole_line else _change(source, mutated)
-            found.append((start[0], change, mutated))
+            if meaning not in seen:
+                seen.add(meaning)
+                is_gone = type(operator).__name__ in ("RemoveDecorator", "RemoveStatement")
+                removed = f"{source.splitlines()[line - 1].strip()} => (removed)"
+                found.append((line, removed if is_gone else _change(source, mutated), mutated))
     return sorted(found, key=lambda mutant: mutant[0])
 
 
@@ -133,13 +125,14 @@ def _lines_of_first_assignments(scope: ast.AST):
         known |= names
 
 
-def _lines_of_annotations(node: ast.AST):
-    annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-    for annotation in annotations:
-        if annotation is not None:
-            for line in range(annotation.lineno, annotation.end_lineno + 1):
-                start = annotation.col_offset if line == annotation.lineno else 0
-                yield line, start, annotation.end_col_offset if line == annotation.end_lineno else 1000
+def _annotations(tree: ast.AST):
+    """(line, first column, column after the last) of every annotation."""
+    for node in ast.walk(tree):
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if annotation is not None:
+                for line in range(annotation.lineno, annotation.end_lineno + 1):
+                    start = annotation.col_offset if line == annotation.lineno else 0
+                    yield line, start, annotation.end_col_offset if line == annotation.end_lineno else 1000
 
 
 def _change(source: str, mutated: str) -> str:
@@ -157,7 +150,14 @@ def load_frameworks() -> None:
 
 
 class ForkedActors:
-    """pytest plugin: the process that forks policy actors is itself forked, instead of started and loaded anew."""
+    """pytest plugin: the process that forks policy actors is itself forked, instead of started and loaded anew.
+
+    Single examples come first: they are quick, and notice most.
+    """
+
+    def pytest_collection_modifyitems(self, items):
+        is_hypothesis_test = importlib.import_module("hypothesis").is_hypothesis_test
+        items.sort(key=lambda item: is_hypothesis_test(item.obj))
 
     def pytest_collection_finish(self):
         pipeline = sys.modules.get("pipeline")

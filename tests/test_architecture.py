@@ -11,7 +11,7 @@ PACKAGE = REPOSITORY / "openrlhf_bapo"
 # What a layer below the adapter may import beside the standard library, and beside itself.
 LIBRARIES = {
     "core": {"torch", "safetensors"},
-    "math_tasks": {"torch", "math_verify", "latex2sympy2_extended", "sympy", "pebble"},
+    "math_tasks": {"torch", "math_verify", "latex2sympy2_extended", "sympy"},
     "planning": set(),
 }
 FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers"}

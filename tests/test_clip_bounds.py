@@ -183,11 +183,12 @@ def test_a_share_exactly_at_the_target_reaches_it(order):
 @pytest.mark.parametrize("target_kind", ["share", "ratio"])
 def test_equal_sides_are_no_reason_to_stay_at_the_start(target_kind):
     config = ClipConfig(positive_contribution_target=0.999, target_kind=target_kind, contribution="gradient")
-    ratio = torch.tensor([1.0, 2.0, 0.5, 0.7], dtype=torch.float64)  # 1 inside and 1 outside on either side
-    found = find_clip_bounds(ratio, torch.tensor([1.0, 1.0, -9.0, -1 / 0.7]), torch.ones(4), config)
-    assert float(found.initial_share) == pytest.approx(0.5)
+    # 1 inside and 1 outside on either side; P and N are equal to the bit.
+    ratio, advantages = torch.tensor([[1.0, 2.0, 0.5, 0.625], [1.0, 1.0, -9.0, -1.6]], dtype=torch.float64)
+    found = find_clip_bounds(ratio, advantages, torch.ones(4), config)
+    assert float(found.initial_share) == 0.5
     # P / N is 1 at the start, which is enough; for the share the last negative token must go.
-    at = (0.6, 1.2) if target_kind == "ratio" else (pytest.approx(0.72), pytest.approx(3.0))
+    at = (0.6, 1.2) if target_kind == "ratio" else (pytest.approx(0.64), pytest.approx(3.0))
     assert found.reached and (float(found.lower), float(found.upper)) == at
 
 

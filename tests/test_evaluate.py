@@ -97,6 +97,7 @@ def wait_for_end(part: str) -> None:
     raise AssertionError(f"still there: {left}")
 
 
+@pytest.mark.pipeline
 def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metrics_of_its_responses(directory, capsys):
     command = [sys.executable, "-m", "openrlhf_bapo.cli.evaluate"]
     # Only what the responses depend on must stay: the first part has one engine.
@@ -112,7 +113,7 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
         for one in [one for one, name in processes_of(killed).items() if name == "ray::RolloutRay"]:
             os.kill(one, signal.SIGKILL)
         process.kill()
-        process.wait()
+        process.wait(60)
     wait_for_end(killed)
     first = responses.read_bytes()
     first = first[: first.rfind(b"\n") + 1]
@@ -373,7 +374,7 @@ def test_only_one_process_evaluates_into_a_folder_and_its_kill_lets_the_next_one
                 evaluation.EvaluationRecord(str(out), {})
         finally:
             holder.kill()
-            holder.wait()
+            holder.wait(60)
             try:
                 evaluation.EvaluationRecord(str(out), {})
                 os.kill(child, 0)  # it was there all the time

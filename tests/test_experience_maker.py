@@ -147,7 +147,7 @@ def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_
 
 def test_mixed_versions_is_the_fraction_of_the_responses_with_more_than_one(tmp_path):
     maker = make_maker(tmp_path)
-    maker.policy_version = 3
+    publish(maker, 3)
     mixed = [pipeline.response(3, version=[2, 3, 3]), pipeline.response(2, version=[1, 3])]
     experience_of(maker, [*mixed, pipeline.response(3, version=2)])
     assert maker.metrics() == {"offpolicy/mixed_versions": pytest.approx(2 / 3)}
@@ -329,9 +329,10 @@ def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
 
 def test_groups_that_are_too_old_make_no_room_for_others(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
-    maker.policy_version = 1
+    publish(maker, 1)
     maker.make_experience_batch([*rollout(maker, 3, version=0), *rollout(maker, 1, version=1)])
-    maker.policy_version, _ = 2, maker.metrics()
+    publish(maker, 2)
+    maker.metrics()
     # One group is left, and with it four fresh ones would make half an optimizer step too many.
     (batch,) = maker.make_experience_batch(rollout(maker, version=2))
     assert len(batch.sequences) == 16

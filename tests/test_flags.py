@@ -73,7 +73,9 @@ def test_a_mistake_in_our_flags_is_one_line_with_flag_value_and_range(argv, mess
 
 def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
     command = [sys.executable, "-X", "importtime", "-m", "openrlhf_bapo.cli.train_ppo_ray"]
-    run = subprocess.run([*command, "--policy_loss", "bapo", "--bapo.preset", "best"], capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, "--policy_loss", "bapo", "--bapo.preset", "best"], capture_output=True, text=True, timeout=240
+    )
     assert run.returncode == 2
     loaded = {line.split("|")[-1].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
     assert "openrlhf_bapo.adapter.flags" in loaded
@@ -332,7 +334,10 @@ def test_under_a_token_budget_tokens_know_their_versions_whatever_the_loss(tmp_p
 
 def test_help_shows_openrlhfs_flags_and_ours():
     run = subprocess.run(
-        [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert run.returncode == 0
     for flag in ("--rollout.batch_size", "--policy_loss", "--bapo.preset", "--bapo.scope", "--eval.at_start"):

@@ -534,7 +534,7 @@ def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
 
 
 def test_a_worker_cannot_take_more_memory_than_its_limit():
-    big = r"\boxed{7^{7^{8}}+1-1}", "7^{7^{8}}"  # 2 MB
+    big = r"\boxed{2^{2^{26}}+1-1}", "2^{2^{26}}"  # 8 MiB
     for megabytes, is_enough in ((1024, True), (1, False)):
         grader = MathGrader(num_workers=1, time_limit=100.0, memory_limit=megabytes << 20)
         assert grader.submit(*big).result(90).is_correct == is_enough

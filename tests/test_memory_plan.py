@@ -581,7 +581,7 @@ def _measure_all(directory: Path) -> None:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join()
+        process.join(240)
     sys.exit(max(abs(process.exitcode) for process in ranks))
 
 

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pipeline
@@ -237,7 +236,7 @@ def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
     port = pipeline.free_port()
     server = ["bash", "scripts/serve_math_reward.sh", "--host", "127.0.0.1", "--port", str(port)]
     with pipeline.running(server, log := tiny / "math_server.log") as process:
-        pipeline.wait_until(answers(f"http://127.0.0.1:{port}/health"), process, log)
+        pipeline.wait_until(lambda: all_answer(f"http://127.0.0.1:{port}/health"), process, log)
         (metrics,) = run_tiny("qwen7b", tiny, "qwen7b", REWARD=f"http://127.0.0.1:{port}/get_reward")
     assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
     assert metrics["graded_timeouts"] == metrics["graded_crashes"] == 0
@@ -268,12 +267,13 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
     Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tiny / "reward_model")
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tiny / "reward_model")
-    gcs, dashboard, agent, port = (pipeline.free_port() for _ in range(4))
+    gcs, dashboard, agent, client, port = (pipeline.free_port() for _ in range(5))
     # Sockets need short paths, and a cluster of our own its own folder.
     temporary = Path(f"/tmp/openrlhf-bapo-{gcs}")
     head = [BIN / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
     head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
-    head += [f"--temp-dir={temporary}"]
+    # The whole head ends when its client server does not get its port, 10001 unless told.
+    head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
     server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     # What only this test wants: a longer run with replay, and what a run on the CPU needs if it joins a cluster.
@@ -291,9 +291,11 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
         "vllm.sync_backend": "gloo",
     }
     try:
-        log, health = tiny / "head.log", f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
-        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, log) as process:
-            pipeline.wait_until(answers(health), process, log)  # it is the agent that runs jobs
+        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, tiny / "head.log") as process:
+            # The dashboard takes jobs, and its agent runs them; any of the three may be the last to answer.
+            paths = {dashboard: "api/version", agent: "api/local_raylet_healthz", port: "openapi.json"}
+            urls = [f"http://127.0.0.1:{number}/{path}" for number, path in paths.items()]
+            pipeline.wait_until(lambda: all_answer(*urls), process, tiny / "head.log")
             steps = run_tiny(
                 "async_partial",
                 tiny,
@@ -314,12 +316,8 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     assert steps[0]["replay/groups_sampled"] == 0 < max(step["replay/groups_sampled"] for step in steps)
 
 
-def answers(url: str) -> Callable[[], bool]:
-    """Whether a server does, for `pipeline.wait_until`."""
-
-    def ask() -> bool:
-        with contextlib.suppress(OSError):
-            return bool(urllib.request.urlopen(url, timeout=5))
-        return False
-
-    return ask
+def all_answer(*urls: str) -> bool:
+    """Whether these servers do, for `pipeline.wait_until`."""
+    with contextlib.suppress(OSError):
+        return all(urllib.request.urlopen(url, timeout=5) for url in urls)
+    return False

@@ -208,6 +208,14 @@ def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first
     assert uids(pool.sample(9, 1)) == [2]
 
 
+def test_settings_at_the_edge_of_what_is_allowed_are_taken():
+    least = dict(ratio=0.0, capacity=1, max_staleness=0, max_reuse=1)
+    for seed in (0, 2**63 - 1):
+        pool = ReplayPool(ReplayConfig(**least, seed=seed))
+        pool.add([make_group()])
+        assert len(pool.sample(1, 0)) == 1
+
+
 def test_the_settings_are_those_of_the_readme_unless_given():
     assert asdict(ReplayConfig()) == {
         "ratio": 0.0,
@@ -235,6 +243,17 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
 
     assert draws(3) == draws(3)
     assert (draws(3) == draws(4)) == (strategy in ("newest", "oldest"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"), [("newest", [3, 0, 4, 2, 1]), ("oldest", [1, 2, 4, 0, 3])], ids=["newest", "oldest"]
+)
+def test_newest_and_oldest_draw_by_version_and_of_equal_ones_by_arrival(strategy, order):
+    pool = ReplayPool(ReplayConfig(strategy=strategy, max_staleness=99, max_reuse=2))
+    pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 3, 2)))
+    assert uids(pool.sample(3, 3)) == order[:3]
+    assert pool.metrics()["replay/reuse_mean"] == 3 / 5
+    assert uids(pool.sample(9, 3)) == order
 
 
 def test_uniform_draws_every_group_equally_often():
@@ -285,6 +304,12 @@ def test_mean_abs_advantage_is_over_action_tokens():
     group.samples[0]["advantages"] = torch.tensor([1.0, -2.0, math.nan])
     group.samples[0]["action_mask"] = torch.tensor([True, True, False])
     assert Group(group.samples, group.rewards).mean_abs_advantage == pytest.approx((1 + 2 + 3 * 3) / 5)
+
+
+def test_a_group_of_one_sample_and_one_token_is_weighed_by_it_and_tells_nothing():
+    group = make_group(num_samples=1, num_tokens=2, advantage=3.0)
+    assert group.num_action_tokens == 1 and group.mean_abs_advantage == 3.0
+    assert not group.is_informative
 
 
 def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
@@ -387,6 +412,7 @@ def test_a_group_that_cannot_be_is_refused():
         (dict(max_reuse=0), "max_reuse 0 is not allowed; it must be at least 1"),
         (dict(strategy="best"), f"strategy 'best' is not allowed; it must be one of {STRATEGIES}"),
         (dict(seed=-1), "seed -1 is not allowed; it must be at least 0 and below 2**63"),
+        (dict(seed=2**63), f"seed {2**63} is not allowed; it must be at least 0 and below 2**63"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
