@@ -162,6 +162,27 @@ def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path
     assert "offpolicy/engine_mismatch" in maker.metrics()
 
 
+def test_under_a_token_budget_tokens_of_older_versions_alone_have_the_engines_denominator(tmp_path):
+    maker = make_maker(tmp_path, partial__token_budget=9)
+    publish(maker, 3)
+    experience = experience_of(maker, RESPONSES)
+    fresh = [-token / 100 for token in TOKENS]
+    expected = [-0.5, fresh[1], fresh[2], fresh[3], -0.2, -0.2]
+    assert tokens_of(experience, "action_log_probs") == pytest.approx(expected)
+    assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
+
+
+def test_what_a_rollout_reports_is_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
+    from openrlhf_bapo.adapter.partial_rollouts import RolloutSamples
+
+    maker = make_maker(tmp_path, partial__token_budget=9)
+    unfinished = object()
+    samples = generated(maker, [pipeline.response(2, float(n % 2), log_prob=-0.5) for n in range(16)])
+    maker.make_experience_batch(RolloutSamples(samples, unfinished, {"partial/taken": 4.0}))
+    assert maker.unfinished is unfinished
+    assert maker.metrics()["partial/taken"] == 4 and "partial/taken" not in maker.metrics()
+
+
 def test_an_agent_without_log_probs_is_refused_where_they_are_the_denominator_only(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
     with pytest.raises(ValueError, match="--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):

@@ -47,6 +47,16 @@ def reward_file(tmp_path):
         ("--replay.capacity 0", "--replay.capacity 0 .*at least 1"),
         ("--replay.ratio 1 --replay.max_staleness -1", "--replay.max_staleness -1 .*at least 0"),
         ("--replay.strategy best", "--replay.strategy: .*'best'.*uniform"),
+        ("--partial.token_budget -1", "--partial.token_budget -1 .*at least 0"),
+        ("--partial.token_budget 9 --partial.oversample 0.5", "--partial.oversample 0.5 .*at least 1"),
+        ("--partial.token_budget 9 --partial.max_segments -1", "--partial.max_segments -1 .*at least 0"),
+        ("--partial.token_budget 9 --partial.max_staleness -1", "--partial.max_staleness -1 .*at least 0"),
+        ("--partial.on_stale keep", "--partial.on_stale: .*'keep'.*drop.*finish"),
+        ("--policy_loss gspo --partial.token_budget 9", "--partial.token_budget 9: .*ppo or bapo.*gspo"),
+        (
+            "--partial.token_budget 9 --offpolicy.ratio_base recomputed",
+            "--offpolicy.ratio_base recomputed: .*--partial.token_budget; allowed: auto, rollout",
+        ),
         ("--policy_loss gspo --replay.ratio 1", "--replay.ratio 1.0: .*ppo or bapo.*gspo"),
         ("--policy_loss gspo --offpolicy.ratio_base rollout", "--offpolicy.ratio_base rollout: .*ppo or bapo.*gspo"),
         ("--bapo.ratio_upper_max 2.5", "--bapo.ratio_upper_max 2.5: .*--policy_loss bapo.*ppo"),
@@ -85,6 +95,22 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         (
             dict(policy_loss="bapo", train__async_enable=True, algo__advantage__is_correction_level="token"),
             "--algo.advantage.is_correction_level token: .*second time.*: off",
+        ),
+        (
+            dict(partial__token_budget=9, train__agent_func_path="agent.py"),
+            "--partial.token_budget 9: .*allowed without --train.agent_func_path",
+        ),
+        (
+            dict(partial__token_budget=9, algo__advantage__is_correction_level="token"),
+            "--algo.advantage.is_correction_level token: .*second time.*: off",
+        ),
+        (
+            dict(partial__token_budget=9, rollout__vllm_generate_batch_size=32, train__async_enable=True),
+            "--rollout.vllm_generate_batch_size 32: .*--partial.oversample.*--rollout.batch_size 16",
+        ),
+        (
+            dict(partial__token_budget=9, data__max_images_per_prompt=1),
+            "--partial.token_budget 9: allowed without --data.max_images_per_prompt",
         ),
         (dict(replay__ratio=0.25), "--replay.ratio 0.25: draws 4 groups .*at least 8"),
         (dict(replay__ratio=1, train__batch_size=48), "--train.batch_size 48: .*--replay.ratio.*64"),
@@ -139,6 +165,12 @@ DEFAULTS = {
     "replay.seed": 0,
     "replay.discard_saved": False,
     "eval.at_start": False,
+    "partial.token_budget": 0,
+    "partial.oversample": 1.5,
+    "partial.max_segments": 0,
+    "partial.max_staleness": 8,
+    "partial.on_stale": "drop",
+    "partial.discard_saved": False,
 }
 
 
@@ -289,6 +321,15 @@ def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):
     assert ratio_base(replay__ratio=1, train__async_enable=True) == "rollout"
     assert ratio_base(offpolicy__ratio_base="auto") == "recomputed"
     assert ratio_base(policy_loss="ppo") is None and ratio_base(train__async_enable=True) is None
+
+
+def test_under_a_token_budget_tokens_know_their_versions_whatever_the_loss(tmp_path):
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9))
+    assert args.offpolicy.ratio_base == "recomputed"
+    args = pipeline.parse(
+        pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9, train__async_enable=True)
+    )
+    assert args.offpolicy.ratio_base == "rollout"
 
 
 def test_help_shows_openrlhfs_flags_and_ours():

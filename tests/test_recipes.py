@@ -38,6 +38,7 @@ def planned_by(capsys, script: str, *flags: str, **environment) -> tuple[int, li
         ("qwen32b", "64,", "32.76"),
         ("qwen7b", "8,", "7.62"),
         ("octothinker3b", "8,", "3.21"),
+        ("partial", "8,", "7.62"),
         ("async_partial", "8: 4 actor, 4 engines", "7.62"),
     ],
 )
@@ -123,6 +124,22 @@ def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, chan
         group, name = flag.split(".")
         setattr(getattr(args, group), name, value)
     assert any(re.search(problem, line) for line in make_plan(args, shape, Machine()).problems)
+
+
+def test_a_token_budget_is_planned_with_its_rollouts_staleness_and_what_is_prefilled_again(planned):
+    args, shape = copy.deepcopy(planned)
+    assert not any("budget" in name for name in make_plan(args, shape, Machine()).facts)
+    args.partial.token_budget, args.partial.max_staleness, args.partial.oversample = 3, 5, 1.3
+    args.train.async_enable, args.train.async_queue_size = True, 2
+    facts = make_plan(args, shape, Machine()).facts
+    # 8 tokens by 3: three rollouts, which prefill the prompt's 16 tokens with 3 and 6 of the response.
+    assert "a response of 8 takes 3 rollouts" in facts["token budget"]
+    assert "at most 21 prompts in flight for 16" in facts["token budget"]
+    assert facts["staleness in policy versions"] == "at most 7 of fresh samples"
+    assert facts["prefilled again"].startswith("41 tokens of prompt and prefix for a response of 8, 0.00 GiB")
+    assert "responses cut" not in facts
+    args.partial.max_segments = 2
+    assert "2 x 3 tokens they are dropped" in make_plan(args, shape, Machine()).facts["responses cut"]
 
 
 def test_there_is_a_remedy_for_every_phase(planned):
@@ -223,6 +240,16 @@ def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
         (metrics,) = run_tiny("qwen7b", tiny, "qwen7b", REWARD=f"http://127.0.0.1:{port}/get_reward")
     assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
     assert metrics["graded_timeouts"] == metrics["graded_crashes"] == 0
+
+
+@pytest.mark.pipeline
+def test_partial_trains_on_resumed_responses_on_two_ranks_with_two_engines(tiny):
+    two = ("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--data.max_samples", "32")
+    steps = run_tiny("partial", tiny, "partial", *two, BUDGET=3, OVERSAMPLE=2, REWARD=tiny / "reward.py")
+    assert len(steps) == 4
+    assert sum(step["partial/started"] for step in steps) == sum(step["partial/taken"] for step in steps) == 32
+    assert max(step["partial/segments_max"] for step in steps) >= 3  # of 8 tokens by 3
+    assert max(step["offpolicy/staleness_max"] for step in steps) >= 1
 
 
 @pytest.mark.pipeline

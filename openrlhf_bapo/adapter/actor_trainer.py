@@ -175,7 +175,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     @torch.no_grad()
     def _before_update(self, window: list[Experience]) -> None:
         ratio_is_one = self._is_first_update and self.args.offpolicy.ratio_base == "recomputed"
-        ratio_is_one = ratio_is_one and not self.args.replay.ratio
+        ratio_is_one = ratio_is_one and not (self.args.replay.ratio or self.args.partial.token_budget)
         self._is_first_update = False
         if len(window) == 1:
             self.actor_loss_fn.set_bounds(None)

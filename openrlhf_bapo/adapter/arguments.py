@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from openrlhf_bapo.adapter.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
 from openrlhf_bapo.adapter.registration import register
-from openrlhf_bapo.adapter.replay_checkpoint import check_saved_pool
+from openrlhf_bapo.adapter.replay_checkpoint import check_saved_pools
 from openrlhf_bapo.core.replay_pool import ReplayPoolError
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
@@ -35,7 +35,7 @@ def run_upstream(argv: list[str], prepare: Callable[[argparse.Namespace], None])
         parsed = upstream_parse_args(parser, *args, **kwargs)
         try:
             resolve_flags(parsed)
-            check_saved_pool(parsed)
+            check_saved_pools(parsed)
         except (FlagError, ReplayPoolError) as error:
             parser.error(str(error))
         prepare(parsed)

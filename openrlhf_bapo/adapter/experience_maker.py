@@ -12,6 +12,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 from openrlhf_bapo.adapter.flags import is_off_policy, replay_config_from_args
+from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
 
 # Experience's fields under the pool's names.
@@ -25,10 +26,12 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     """Upstream's; the ratio's denominator is the policy that really generated the token.
 
     Fresh samples are made as ever. With `--offpolicy.ratio_base rollout` their denominator is then the engine's own
-    log-prob instead of the recomputed one. Replayed groups come back as they were made: tokens, denominator,
-    advantages, and whatever else the fresh sample had. Advantages are relative to the group's own rewards, reference
-    log-probs belong to a policy that does not change, and values and returns (GAE) are those of the rollout's time:
-    computing them anew would pair old rewards with a critic that has since learned from them.
+    log-prob instead of the recomputed one; under a token budget it is so for the tokens of older versions.
+
+    Replayed groups come back as they were made: tokens, denominator, advantages, and whatever else the fresh sample
+    had. Advantages are relative to the group's own rewards, reference log-probs belong to a policy that does not
+    change, and values and returns (GAE) are those of the rollout's time: computing them anew would pair old rewards
+    with a critic that has since learned from them.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -48,6 +51,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """When OpenRLHF's latest checkpoint was written, of those that the pool has followed."""
         self.fresh: list[Experience] = []
         """The last training step's fresh samples, which the rollout statistics describe."""
+        self.unfinished: PartialPool | None = None
+        """Under a token budget, the pool as it was when the last training step's samples were handed over."""
         self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
@@ -72,6 +77,11 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                             "taken against in async training and with --offpolicy.ratio_base rollout"
                         )
                     experience.action_log_probs = experience.rollout_log_probs * mask
+                elif self.args.partial.token_budget:
+                    # A resumed response's newest tokens are fresh: the actor has just computed theirs.
+                    experience.action_log_probs = torch.where(
+                        experience.staleness > 0, experience.rollout_log_probs, experience.action_log_probs
+                    )
             self._metrics["offpolicy/mixed_versions"] = num_mixed / sum(len(e.sequences) for e in experiences)
             if sum(gap.numel() for gap in mismatch):
                 self._metrics["offpolicy/engine_mismatch"] = torch.cat(mismatch).mean().item()
@@ -80,6 +90,9 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     @torch.no_grad()
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Upstream's experience; with replay on, one batch a data-parallel rank with its share of replayed groups."""
+        if self.args.partial.token_budget:
+            self.unfinished = rollout_samples.unfinished
+            self._metrics |= rollout_samples.metrics
         self.fresh = super().make_experience_batch(rollout_samples)
         if self.pool is None:
             return self.fresh

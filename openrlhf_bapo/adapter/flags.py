@@ -9,12 +9,15 @@ from dataclasses import fields, replace
 from typing import NoReturn
 
 from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
+from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
 SCOPES = ("update", "micro_batch")
 TOKEN_WEIGHTS = ("none", "rollout_prob")
 RATIO_BASES = ("auto", "recomputed", "rollout")
+
+_OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
 
 # What a preset sets beside its ClipConfig. The released recipe searches per micro-batch and clips dually with c = 3.
 _RELEASED_SCOPE, _RELEASED_DUAL_CLIP = "micro_batch", 3.0
@@ -34,6 +37,13 @@ _REPLAY_HELP = {
     "max_staleness": "the highest staleness of a replayed group, in policy versions",
     "max_reuse": "how many times a group may be replayed",
     "seed": "of the draws",
+}
+
+_PARTIAL_HELP = {
+    "token_budget": "tokens that a response may grow by in one rollout, to go on in a later one; 0: off",
+    "oversample": "prompt groups in flight per group that a rollout needs",
+    "max_segments": "the most rollouts that may write a response; 0: any number",
+    "max_staleness": "the highest staleness of a group's oldest token at hand-over, in policy versions",
 }
 
 
@@ -103,6 +113,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--replay.discard_saved", action="store_true", help="with --ckpt.load_enable: start with an empty pool"
+    )
+    group = parser.add_argument_group("partial rollouts with a token budget")
+    defaults = PartialConfig()
+    for name, text in _PARTIAL_HELP.items():
+        default = getattr(defaults, name)
+        group.add_argument(f"--partial.{name}", type=type(default), default=default, help=f"{text} ({default})")
+    group.add_argument(
+        "--partial.on_stale",
+        choices=ON_STALE,
+        default=defaults.on_stale,
+        help="a response that would grow too old: drop its group, or finish it where it is, as truncated",
+    )
+    group.add_argument(
+        "--partial.discard_saved",
+        action="store_true",
+        help="with --ckpt.load_enable: start without the saved unfinished responses",
     )
     parser.add_argument(
         "--eval.at_start",
@@ -177,15 +203,19 @@ def resolve_flags(args: Namespace) -> None:
 
 
 def _resolve_off_policy(values: dict, policy_loss: str) -> None:
-    """Check `--offpolicy.*` and `--replay.*`; leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way."""
-    try:
-        replay = ReplayConfig(**{f.name: values[f"replay.{f.name}"] for f in fields(ReplayConfig)})
-    except ValueError as error:
-        raise FlagError(f"--replay.{error}") from None
+    """Check `--offpolicy.*`, `--replay.*` and `--partial.*`.
+
+    Leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way.
+    """
+    replay, partial = (_config(kind, values, group) for kind, group in _OFF_POLICY_GROUPS)
     base = values["offpolicy.ratio_base"]
     is_async = values.get("train.async_enable", False)
-    if base is None and (policy_loss == "bapo" or replay.ratio):
+    if base is None and (policy_loss == "bapo" or replay.ratio or partial.token_budget):
         base = "auto"
+    if base == "recomputed" and partial.token_budget:
+        raise FlagError(
+            "--offpolicy.ratio_base recomputed: hides the staleness of --partial.token_budget; allowed: auto, rollout"
+        )
     if base == "recomputed" and is_async:
         raise FlagError(
             "--offpolicy.ratio_base recomputed: hides the staleness of --train.async_enable; allowed: auto, rollout"
@@ -202,6 +232,8 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
         )
     if base == "rollout" and policy_loss == "gspo":
         raise FlagError("--offpolicy.ratio_base rollout: allowed with --policy_loss ppo or bapo, which is gspo")
+    if partial.token_budget:
+        _check_token_budget(values, partial.token_budget, policy_loss, level)
     if not replay.ratio:
         return
     if policy_loss == "gspo":
@@ -229,6 +261,35 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
         raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")
 
 
+def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_correction_level: str) -> None:
+    """Refuse what a token budget cannot go with."""
+    flag = f"--partial.token_budget {token_budget}"
+    if policy_loss == "gspo":
+        raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, which is gspo")
+    if is_correction_level != "off":
+        raise FlagError(
+            f"--algo.advantage.is_correction_level {is_correction_level}: counts the mismatch of trainer and engine a "
+            f"second time in resumed responses; allowed with {flag}: off"
+        )
+    if values.get("train.agent_func_path"):
+        raise FlagError(f"{flag}: an agent's turns cannot be cut; allowed without --train.agent_func_path")
+    if values.get("data.max_images_per_prompt"):
+        raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
+    if (values.get("rollout.vllm_generate_batch_size") or 0) > values.get("rollout.batch_size", 0):
+        raise FlagError(
+            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: with {flag} "
+            f"--partial.oversample says how many prompts are in flight; allowed: --rollout.batch_size "
+            f"{values['rollout.batch_size']}"
+        )
+
+
+def _config(kind: type, values: dict, group: str):
+    try:
+        return kind(**{field.name: values[f"{group}.{field.name}"] for field in fields(kind)})
+    except ValueError as error:
+        raise FlagError(f"--{group}.{error}") from None
+
+
 def is_off_policy(args: Namespace) -> bool:
     """Whether samples must know their versions and the engine's log-probs; `args` as OpenRLHF nests them."""
     return args.offpolicy.ratio_base is not None
@@ -237,6 +298,11 @@ def is_off_policy(args: Namespace) -> bool:
 def replay_config_from_args(replay: Namespace) -> ReplayConfig:
     """The pool's settings from `args.replay`."""
     return ReplayConfig(**{field.name: getattr(replay, field.name) for field in fields(ReplayConfig)})
+
+
+def partial_config_from_args(partial: Namespace) -> PartialConfig:
+    """The budget's settings from `args.partial`."""
+    return PartialConfig(**{field.name: getattr(partial, field.name) for field in fields(PartialConfig)})
 
 
 def clip_config_from_args(bapo: Namespace) -> ClipConfig:

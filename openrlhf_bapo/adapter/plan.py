@@ -19,6 +19,7 @@ from openrlhf_bapo.planning.memory import (
     dynamic_batch_tokens,
     engine_phase,
     host_terms,
+    kv_bytes_per_token,
     kv_cache,
     replay_term,
     training_phases,
@@ -119,6 +120,8 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     _count_steps(plan, args)
     if plan.problems:
         return plan  # sizes that do not divide have no memory to plan
+    if args.partial.token_budget:
+        _reckon_token_budget(plan, args, shape)
     if cache.fits:
         _reckon_times(plan, args, shape, machine)
         sequences = f"{cache.num_sequences * args.vllm.num_engines:,.0f} sequences of {engine.max_len:,} tokens"
@@ -260,7 +263,8 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     )
     if left := fresh % args.train.batch_size:
         facts["samples left over"] = f"{left} of a rollout's {fresh} make no whole optimizer step"
-    staleness = {"fresh samples": args.train.async_queue_size if args.train.async_enable else 0}
+    queued = args.train.async_queue_size if args.train.async_enable else 0
+    staleness = {"fresh samples": queued + (args.partial.max_staleness if args.partial.token_budget else 0)}
     if args.replay.ratio:
         staleness["replayed samples"] = args.replay.max_staleness
     facts["staleness in policy versions"] = ", ".join(f"at most {n} of {what}" for what, n in staleness.items())
@@ -305,8 +309,31 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
         at_once = max(1, args.train.max_tokens_per_gpu * gpus_per_sample // length)
     if samples_per_rank <= at_once:
         return 0
-    first_ratio_is_one = args.offpolicy.ratio_base == "recomputed" and not args.replay.ratio
+    first_ratio_is_one = args.offpolicy.ratio_base == "recomputed"
+    first_ratio_is_one = first_ratio_is_one and not (args.replay.ratio or args.partial.token_budget)
     return _num_optimizer_steps(args) - first_ratio_is_one
+
+
+def _reckon_token_budget(plan: Plan, args: Namespace, shape: ModelShape) -> None:
+    budget, longest = args.partial.token_budget, args.rollout.max_new_tokens or args.data.max_len
+    num_rollouts = math.ceil(longest / budget)
+    in_flight = math.ceil(args.partial.oversample * args.rollout.batch_size)
+    plan.facts["token budget"] = (
+        f"{budget:,} a rollout: a response of {longest:,} takes {num_rollouts} rollouts or more; at most {in_flight} "
+        f"prompts in flight for {args.rollout.batch_size}"
+    )
+    if 0 < args.partial.max_segments < num_rollouts:
+        what = {"drop": "dropped with their groups", "finish": "ended there, as truncated"}[args.partial.on_stale]
+        plan.facts["responses cut"] = (
+            f"after --partial.max_segments {args.partial.max_segments} x {budget:,} tokens they are {what}"
+        )
+    # Of the longest response, whose prefix grows by the budget from rollout to rollout.
+    prompt = max(args.data.max_len - longest, 0)
+    again = sum(prompt + budget * past for past in range(1, num_rollouts))
+    size = again * kv_bytes_per_token(shape, args.vllm.tensor_parallel_size) / GIB
+    plan.facts["prefilled again"] = (
+        f"{again:,} tokens of prompt and prefix for a response of {longest:,}, {size:,.2f} GiB of KV a GPU"
+    )
 
 
 def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:

@@ -1,32 +1,35 @@
-"""What OpenRLHF's trainers do around a training step: policy versions, logs, the replay pool's checkpoints."""
+"""What OpenRLHF's trainers do around a training step: policy versions, logs, our pools' checkpoints."""
 
 import functools
 from types import ModuleType
 
 import torch
 
-from openrlhf_bapo.adapter.replay_checkpoint import load_pool, save_pool
+from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, save_pools
 
 
 def use_off_policy_parts(trainer_module: ModuleType) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
     from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
-    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+    from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
 
-    trainer_module.SamplesGenerator = VersionedSamplesGenerator
+    trainer_module.SamplesGenerator = make_samples_generator
     name = "TrainingActor"
     if hasattr(trainer_module, "PPOTrainer"):
         name = "PPOTrainer"
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         # The async module imports it from here, when this has already been done.
         trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
+    else:
+        generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
+        _after(generator, "load_state_dict", load_into_generator)
     # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
-    _after(trainer, "save_logs_and_checkpoints", save_pool)
-    _after(trainer, "save_best_checkpoint", save_pool)
-    _after(trainer, "init_checkpoint_states", load_pool)
+    _after(trainer, "save_logs_and_checkpoints", save_pools)
+    _after(trainer, "save_best_checkpoint", save_pools)
+    _after(trainer, "init_checkpoint_states", load_pools)
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
 
 

@@ -2,13 +2,19 @@
 
 The engine itself counts the weight updates that it has loaded; a token's version is the count when it came out. A
 response that OpenRLHF pauses for a weight update and then resumes carries both versions.
+
+Under a token budget (adapter/partial_rollouts.py) the actor makes responses piece by piece: `grow_responses` goes on
+where earlier pieces ended, and `stop_growing` ends all pieces under way.
 """
 
 import asyncio
 import contextvars
 import functools
 import inspect
-from types import ModuleType
+import time
+from types import ModuleType, SimpleNamespace
+
+import torch
 
 # The versions of every `generate` call of the response that the running task makes, one list a call.
 _SEGMENTS = contextvars.ContextVar("segments")
@@ -49,6 +55,12 @@ def note_versions(vllm_engine: ModuleType) -> None:
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
     actor.generate_responses = generate_responses
+    for method in (grow_responses, stop_growing, policy_version):
+        setattr(actor, method.__name__, method)
+    # Ray has listed the class's methods when it was defined.
+    metadata = vllm_engine.RolloutRayActor.__ray_metadata__
+    type(metadata.method_meta).reset_cache()
+    metadata.method_meta = type(metadata.method_meta).create(actor, metadata.actor_creation_function_descriptor)
 
     # Raw log-probs would be those before temperature and top-p; the behaviour policy's are those after.
     vllm_engine.create_vllm_engines = functools.wraps(vllm_engine.create_vllm_engines)(
@@ -97,3 +109,96 @@ async def generate_responses(
         return response
 
     return await asyncio.gather(*(respond() for _ in range(num_samples)))
+
+
+class _Unfinished(Exception):
+    """Ends an executor's work on a response that is not whole yet: it has no reward."""
+
+
+class _Piece:
+    """Stands for the engine in `executor.execute`, which sees the whole response, or nothing of it."""
+
+    def __init__(self, actor, kept_tokens: list[int], budget: int) -> None:
+        self._actor, self._kept, self._budget = actor, kept_tokens, budget
+        self.prompt_tokens: list[int] = []
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+
+    async def generate(self, prompt_tokens: list[int], sampling_params, multi_modal_data=None) -> SimpleNamespace:
+        """As `RolloutRayActor.generate`, from where the response has come to; a budget of 0 ends it there.
+
+        Raises:
+            _Unfinished: if the budget was spent, or the growing stopped, before the response ended.
+        """
+        self.prompt_tokens = list(prompt_tokens)
+        left = sampling_params.max_tokens - len(self._kept)
+        finish_reason = "length"
+        if self._budget:
+            sampling_params.max_tokens = min(left, self._budget)
+            sampling_params.min_tokens = max(0, sampling_params.min_tokens - len(self._kept))
+            segments = []
+            _SEGMENTS.set(segments)
+            output = await self._actor.generate(self.prompt_tokens + self._kept, sampling_params)
+            (self.versions,), (piece,) = segments, output.outputs
+            self.tokens = list(piece.token_ids)
+            for token, log_probs in zip(self.tokens, piece.logprobs or [], strict=True):
+                self.log_probs.append(log_probs[token].logprob)
+            finish_reason = piece.finish_reason
+            if finish_reason == "abort" or (finish_reason == "length" and len(self.tokens) < left):
+                raise _Unfinished
+        whole = SimpleNamespace(token_ids=self._kept + self.tokens, finish_reason=finish_reason, logprobs=None)
+        return SimpleNamespace(outputs=[whole])
+
+
+async def grow_responses(
+    self, prompt, label, sampling_params, max_length: int, hf_tokenizer, kept_tokens: list[list[int]], budget: int
+) -> list[dict]:
+    """Let every response to a prompt grow by at most `budget` tokens; a reward is asked for when a response is whole.
+
+    Args:
+        kept_tokens: of every response so far, [] for a new one.
+        budget: 0 to end every response where it is, as truncated.
+
+    Returns:
+        One dict a response: its new "tokens", "log_probs" and "versions", the "prompt_tokens", "outcome" (None, or of
+        the whole response reward, scores, truncated and extra_logs as `SingleTurnAgentExecutor.execute` found them),
+        and "ended", when it stopped growing, in seconds since 1970.
+    """
+
+    async def grow(kept: list[int]) -> dict:
+        piece, outcome = _Piece(self, kept, budget), None
+        try:
+            response = await self.executor.execute(
+                prompt=prompt,
+                label=label,
+                sampling_params=sampling_params,
+                max_length=max_length,
+                hf_tokenizer=hf_tokenizer,
+                llm_engine=piece,
+            )
+            outcome = {name: _plain(response[name]) for name in ("reward", "scores", "truncated")}
+            outcome["extra_logs"] = {name: _plain(value) for name, value in response["extra_logs"].items()}
+        except _Unfinished:
+            pass
+        found = {name: getattr(piece, name) for name in ("prompt_tokens", "tokens", "log_probs", "versions")}
+        return found | {"outcome": outcome, "ended": time.time()}
+
+    return await asyncio.gather(*map(grow, kept_tokens))
+
+
+async def stop_growing(self) -> None:
+    """End all requests that the engine has; each keeps the tokens that it has made."""
+    await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
+
+
+def policy_version(self) -> int:
+    """Weight updates loaded so far."""
+    return self.llm.policy_version
+
+
+def _plain(value):
+    """A JSON value: a reward is a number, a tensor of one, or from a server a list of one."""
+    if isinstance(value, list):
+        value = value[0]
+    return value.flatten()[0].item() if isinstance(value, torch.Tensor) else value

@@ -41,6 +41,7 @@ from safetensors.torch import load_file, save_file
 
 STRATEGIES = ("uniform", "newest", "oldest", "advantage")
 FORMAT_VERSION = 2
+DISCARD_FLAG = "--replay.discard_saved"
 
 # 4 + 1 + 4 + 4 + 4 = 17 bytes a token; a policy version and a token id fit into 31 bits.
 SAMPLE_DTYPES = {
@@ -53,8 +54,8 @@ SAMPLE_DTYPES = {
 
 _COUNTERS = ("groups_added", "groups_skipped", "groups_sampled", "groups_expired", "groups_exhausted", "groups_evicted")
 
-# The oldest version of a group without an action token; above every policy version.
-_NO_VERSION = 2**31 - 1
+NO_VERSION = 2**31 - 1
+"""The oldest version of a group without an action token; above every policy version."""
 
 # Stand in a saved column of lengths for a sample without the name, and for a 0-dim tensor.
 _ABSENT, _SCALAR = -1, -2
@@ -168,8 +169,8 @@ class Group:
         if self.known_oldest_version is not None:
             return self.known_oldest_version
         if not any(sample["action_mask"].numel() for sample in self.samples):
-            return _NO_VERSION
-        return int(self._action_values("versions", _NO_VERSION).min())
+            return NO_VERSION
+        return int(self._action_values("versions", NO_VERSION).min())
 
     @cached_property
     def mean_abs_advantage(self) -> float:
@@ -220,7 +221,7 @@ class ReplayPool:
             if self._groups.get(group.key) is group:
                 raise ValueError(f"group {group.key} is in the pool already; only other groups can be added")
             uninformative = self.config.skip_uninformative and not group.is_informative
-            if uninformative or group.oldest_version == _NO_VERSION:
+            if uninformative or group.oldest_version == NO_VERSION:
                 self._counters["groups_skipped"] += 1
                 continue
             group.key = self._next_key
@@ -313,12 +314,9 @@ class ReplayPool:
         Raises:
             OSError: if writing fails.
         """
-        path = Path(path)
-        part, old = _beside(path, ".part"), _beside(path, ".old")
-        if part.exists():
-            shutil.rmtree(part)
-        part.mkdir(parents=True)
-        save_file(_to_columns(list(self._groups.values())), part / "groups.safetensors")
+        groups = list(self._groups.values())
+        rewards = torch.cat([torch.empty(0), *[group.rewards for group in groups]])
+        columns = to_columns([sample for group in groups for sample in group.samples])
         record = {
             "format_version": FORMAT_VERSION,
             "state": state,
@@ -328,23 +326,10 @@ class ReplayPool:
             "next_key": self._next_key,
             "counters": self._counters,
             "keys": list(self._groups),
-            "num_reused": [group.num_reused for group in self._groups.values()],
-            "num_samples": [len(group.samples) for group in self._groups.values()],
-            "groups_sha256": _sha256_of_file(part / "groups.safetensors"),
+            "num_reused": [group.num_reused for group in groups],
+            "num_samples": [len(group.samples) for group in groups],
         }
-        record["sha256"] = _sha256_of_record(record)
-        (part / "pool.json").write_text(json.dumps(record))
-        # On disk before the old pool goes, or a power failure could take both.
-        for written in (part / "groups.safetensors", part / "pool.json", part):
-            _sync(written)
-        if path.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            os.rename(path, old)
-        os.rename(part, path)
-        _sync(path.parent)
-        if old.exists():
-            shutil.rmtree(old)
+        write_directory(path, {"rewards": rewards, **columns}, record)
 
     @classmethod
     def load(
@@ -359,11 +344,60 @@ class ReplayPool:
         Raises:
             ReplayPoolError: if a file is missing, damaged or of another format, or if the fingerprint differs.
         """
-        directory = Path(path)
-        # A save that was interrupted between its two renames left only the old pool.
-        if not directory.exists() and _beside(directory, ".old").exists():
-            directory = _beside(directory, ".old")
-        record = _read_record(directory / "pool.json")
+        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
+        pool = cls(config)
+        pool._next_key = record["next_key"]
+        pool._counters = record["counters"]
+        pool._generator.set_state(torch.tensor(list(base64.b64decode(record["generator"])), dtype=torch.uint8))
+        num_samples = record["num_samples"]
+        samples = iter(from_columns(columns, sum(num_samples)))
+        for key, num_reused, count, rewards in zip(
+            record["keys"], record["num_reused"], num_samples, columns["rewards"].split(num_samples), strict=True
+        ):
+            pool._put(Group(list(islice(samples, count)), rewards, num_reused, key=key))
+        pool._evict()
+        return pool, record["state"]
+
+
+def write_directory(path: str | os.PathLike, columns: dict[str, torch.Tensor], record: dict) -> None:
+    """Write a saved pool: groups.safetensors with `columns`, pool.json with `record`; as `ReplayPool.save` promises."""
+    path = Path(path)
+    part, old = _beside(path, ".part"), _beside(path, ".old")
+    if part.exists():
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+    save_file(columns, part / "groups.safetensors")
+    record = {**record, "groups_sha256": _sha256_of_file(part / "groups.safetensors")}
+    record["sha256"] = _sha256_of_record(record)
+    (part / "pool.json").write_text(json.dumps(record))
+    # On disk before the old pool goes, or a power failure could take both.
+    for written in (part / "groups.safetensors", part / "pool.json", part):
+        _sync(written)
+    if path.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(path, old)
+    os.rename(part, path)
+    _sync(path.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def read_directory(
+    path: str | os.PathLike, format_version: int, fingerprint: dict[str, str], discard_flag: str
+) -> tuple[dict[str, torch.Tensor], dict]:
+    """What `write_directory` wrote, whichever of its renames came last.
+
+    Raises:
+        ReplayPoolError: if a file is missing, damaged or of another format, or if the fingerprint differs; it names
+            `discard_flag` as the way to start without the pool.
+    """
+    directory = Path(path)
+    # A save that was interrupted between its two renames left only the old pool.
+    if not directory.exists() and _beside(directory, ".old").exists():
+        directory = _beside(directory, ".old")
+    try:
+        record = _read_record(directory / "pool.json", format_version)
         file = directory / "groups.safetensors"
         with _readable(file):
             checksum = _sha256_of_file(file)
@@ -375,50 +409,36 @@ class ReplayPool:
             if ours != theirs:
                 problem = f"was saved with {name} {theirs!r}, but this run has {name} {ours!r}"
                 raise _refusal(directory / "pool.json", problem, f"use the same {name}")
-
-        pool = cls(config)
-        pool._next_key = record["next_key"]
-        pool._counters = record["counters"]
-        pool._generator.set_state(torch.tensor(list(base64.b64decode(record["generator"])), dtype=torch.uint8))
-        samples_and_rewards = _from_columns(load_file(file), record["num_samples"])
-        for key, num_reused, (samples, rewards) in zip(
-            record["keys"], record["num_reused"], samples_and_rewards, strict=True
-        ):
-            pool._put(Group(samples, rewards, num_reused, key=key))
-        pool._evict()
-        return pool, record["state"]
+    except ReplayPoolError as error:
+        raise ReplayPoolError(f"{error} or pass {discard_flag} to start with an empty pool") from error.__cause__
+    return load_file(file), record
 
 
-def _to_columns(groups: list[Group]) -> dict[str, torch.Tensor]:
-    """All samples as few flat tensors: a column is one name and dtype, a row one sample.
+def to_columns(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples as few flat tensors: a column is one name and dtype, a row one sample.
 
     Returns:
-        "rewards" [num_samples of all groups]; for each column "values/NAME:DTYPE", the column's tensors one after
-        another, and "lengths/NAME:DTYPE" [num_samples of all groups], int32.
+        For each column "values/NAME:DTYPE", the column's tensors one after another, and "lengths/NAME:DTYPE"
+        [num_samples], int32.
     """
-    num_rows = sum(len(group.samples) for group in groups)
     tensors: dict[str, list[torch.Tensor]] = {}
     lengths: dict[str, list[int]] = {}
-    rows = (sample for group in groups for sample in group.samples)
-    for row, sample in enumerate(rows):
+    for row, sample in enumerate(samples):
         for name, tensor in sample.items():
             column = f"{name}:{str(tensor.dtype).removeprefix('torch.')}"
             if column not in tensors:
-                tensors[column], lengths[column] = [], [_ABSENT] * num_rows
+                tensors[column], lengths[column] = [], [_ABSENT] * len(samples)
             tensors[column].append(tensor if tensor.dim() else tensor.unsqueeze(0))
             lengths[column][row] = tensor.numel() if tensor.dim() else _SCALAR
     return {
-        "rewards": torch.cat([torch.empty(0), *[group.rewards for group in groups]]),
         **{f"values/{column}": torch.cat(parts) for column, parts in tensors.items()},
         **{f"lengths/{column}": torch.tensor(column_lengths).int() for column, column_lengths in lengths.items()},
     }
 
 
-def _from_columns(
-    columns: dict[str, torch.Tensor], num_samples: list[int]
-) -> Iterator[tuple[list[dict[str, torch.Tensor]], torch.Tensor]]:
-    """The samples and rewards of each group, as views into the columns; the inverse of `_to_columns`."""
-    samples: list[dict[str, torch.Tensor]] = [{} for _ in range(sum(num_samples))]
+def from_columns(columns: dict[str, torch.Tensor], num_samples: int) -> list[dict[str, torch.Tensor]]:
+    """The samples, as views into the columns; the inverse of `to_columns`, other columns left aside."""
+    samples: list[dict[str, torch.Tensor]] = [{} for _ in range(num_samples)]
     for label, column_lengths in columns.items():
         kind, _, column = label.partition("/")
         if kind != "lengths":
@@ -428,13 +448,10 @@ def _from_columns(
         parts = columns[f"values/{column}"].split([1 if length == _SCALAR else length for _, length in rows])
         for (row, length), part in zip(rows, parts, strict=True):
             samples[row][name] = part.squeeze(0) if length == _SCALAR else part
-    start = 0
-    for count, rewards in zip(num_samples, columns["rewards"].split(num_samples), strict=True):
-        yield samples[start : start + count], rewards
-        start += count
+    return samples
 
 
-def _read_record(file: Path) -> dict:
+def _read_record(file: Path, format_version: int) -> dict:
     with _readable(file):
         content = file.read_bytes()
     try:
@@ -442,8 +459,8 @@ def _read_record(file: Path) -> dict:
     except ValueError as error:
         raise _refusal(file, "is damaged (it is not JSON)", "restore it") from error
     found = record.get("format_version") if isinstance(record, dict) else None
-    if found != FORMAT_VERSION:
-        problem = f"has format version {found!r}, but this release reads {FORMAT_VERSION}"
+    if found != format_version:
+        problem = f"has format version {found!r}, but this release reads {format_version}"
         raise _refusal(file, problem, "use the release that saved it")
     if record.pop("sha256", None) != _sha256_of_record(record):
         raise _refusal(file, "is damaged (its checksum does not match its content)", "restore it")
@@ -461,7 +478,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _refusal(file: Path, problem: str, remedy: str) -> ReplayPoolError:
-    return ReplayPoolError(f"{file} {problem}; {remedy} or pass --replay.discard_saved to start with an empty pool")
+    return ReplayPoolError(f"{file} {problem}; {remedy}")
 
 
 def _sha256_of_record(record: dict) -> str:

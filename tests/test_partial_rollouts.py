@@ -1,0 +1,304 @@
+"""The pool of unfinished responses: its promises against a plain-Python model, and what a save and a load keep."""
+
+import json
+import math
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from openrlhf_bapo.core.partial_rollouts import ON_STALE, REASONS, PartialConfig, PartialPool
+from openrlhf_bapo.core.replay_pool import ReplayPoolError
+
+FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
+DISCARD = "or pass --partial.discard_saved to start with an empty pool"
+
+configs = st.builds(
+    PartialConfig,
+    token_budget=st.just(4),
+    max_segments=st.integers(0, 3),
+    max_staleness=st.integers(0, 3),
+    on_stale=st.sampled_from(ON_STALE),
+)
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """The pool, and a model: by prompt, which is a number, every response as [version, segment] a token, and whether
+    it is complete."""
+
+    @initialize(config=configs)
+    def begin(self, config):
+        self.config = config
+        self.pool = PartialPool(config)
+        self.groups = {}
+        self.counts, self.totals, self.segments = Counter(), Counter(), []
+        self.version = self.num_started = self.num_rollouts = 0
+        self.directory = Path(tempfile.mkdtemp())
+
+    def teardown(self):
+        if hasattr(self, "directory"):
+            shutil.rmtree(self.directory)
+
+    def oldest(self, prompt) -> float:
+        return min((version for r in self.groups[prompt] for version, _ in r["tokens"]), default=math.inf)
+
+    def is_complete(self, prompt) -> bool:
+        return all(response["complete"] for response in self.groups[prompt])
+
+    def at_last_segment(self, response) -> bool:
+        num_segments = len({segment for _, segment in response["tokens"]})
+        return 0 < self.config.max_segments <= num_segments and not response["complete"]
+
+    def leave(self, prompts, counter):
+        for prompt in prompts:
+            self.counts[counter] += 1
+            if counter != "taken":
+                self.counts["tokens_wasted"] += sum(len(response["tokens"]) for response in self.groups[prompt])
+            del self.groups[prompt]
+
+    def check_content(self, group) -> None:
+        """The group holds what it grew by, in order, and nothing else."""
+        for response, expected in zip(group.responses, self.groups[group.prompt], strict=True):
+            assert response.tensors["versions"].tolist() == [version for version, _ in expected["tokens"]]
+            assert response.tensors["tokens"].tolist() == list(range(len(expected["tokens"])))
+            assert response.tensors["log_probs"].tolist() == [-float(n) for n in range(len(expected["tokens"]))]
+            lengths = Counter(segment for _, segment in expected["tokens"])
+            assert response.segments == [lengths[segment] for segment in sorted(lengths)]
+            assert response.num_tokens == len(expected["tokens"])
+            assert (response.outcome is not None) == expected["complete"]
+
+    @rule(num_samples=st.integers(1, 3))
+    def start(self, num_samples):
+        group = self.pool.start(self.num_started, {"answer": self.num_started}, num_samples)
+        assert group in self.pool.unfinished
+        self.groups[self.num_started] = [{"tokens": [], "complete": False} for _ in range(num_samples)]
+        self.num_started += 1
+        self.counts["started"] += 1
+
+    @rule(data=st.data())
+    def roll_out(self, data):
+        """Every unfinished response grows, as far as chance lets it; the weights may change on the way."""
+        self.num_rollouts += 1
+        for group in self.pool.unfinished:
+            for response, expected in zip(group.responses, self.groups[group.prompt], strict=True):
+                if expected["complete"]:
+                    continue
+                num_new = data.draw(st.integers(0, self.config.token_budget))
+                changed_after = data.draw(st.integers(0, 20))
+                versions = [self.version + (i >= changed_after) for i in range(num_new)]
+                ends = num_new > 0 and data.draw(st.booleans())
+                total = range(len(expected["tokens"]), len(expected["tokens"]) + num_new)
+                self.counts["resumed"] += num_new > 0 and len(expected["tokens"]) > 0
+                expected["tokens"] += [(version, self.num_rollouts) for version in versions]
+                expected["complete"] = ends
+                outcome = {"reward": 0.5, "truncated": False} if ends else None
+                self.pool.grow(response, list(total), [-float(n) for n in total], versions, outcome)
+        self.version += any(
+            version > self.version for r in self.groups.values() for s in r for version, _ in s["tokens"]
+        )
+
+    @rule(published=st.integers(0, 3))
+    def expire(self, published):
+        self.version += published
+        stale = [p for p in self.groups if self.version - self.oldest(p) > self.config.max_staleness]
+        if self.config.on_stale == "drop":
+            stale += [p for p in self.groups if p not in stale and any(map(self.at_last_segment, self.groups[p]))]
+        self.leave(stale, "stale")
+        self.pool.expire(self.version)
+
+    @rule(before_taking=st.booleans())
+    def finish_overdue(self, before_taking):
+        expected = []
+        for prompt in list(self.groups) if self.config.on_stale == "finish" else []:
+            last_chance = before_taking and self.version - self.oldest(prompt) >= self.config.max_staleness
+            found = [
+                (prompt, i)
+                for i, response in enumerate(self.groups[prompt])
+                if not response["complete"] and (last_chance or self.at_last_segment(response))
+            ]
+            if all(self.groups[prompt][i]["tokens"] for _, i in found):
+                expected += found
+            else:
+                self.leave([prompt], "stale")
+        found = self.pool.overdue(self.version if before_taking else None)
+        assert sorted((group.prompt, group.responses.index(response)) for group, response in found) == expected
+        for prompt, i in expected:
+            self.groups[prompt][i]["complete"] = True
+        for _, response in found:
+            self.pool.grow(response, [], [], [], {"reward": 0.0, "truncated": True})
+        self.counts["finished"] += len(expected)
+
+    @rule(num_groups=st.integers(0, 4))
+    def take(self, num_groups):
+        self.expire(0)
+        complete = sorted(filter(self.is_complete, self.groups), key=lambda prompt: (self.oldest(prompt), prompt))
+        taken = self.pool.take(num_groups)
+        assert [group.prompt for group in taken] == complete[:num_groups]
+        for group in taken:
+            assert group.label == {"answer": group.prompt}
+            assert self.version - group.oldest_version <= self.config.max_staleness
+            assert group.num_tokens == sum(len(response["tokens"]) for response in self.groups[group.prompt])
+            self.check_content(group)
+            self.segments += [len(response.segments) for response in group.responses]
+        self.leave(complete[:num_groups], "taken")
+
+    @rule(data=st.data(), reason=st.sampled_from(REASONS[1:]))
+    @precondition(lambda self: self.groups)
+    def drop(self, data, reason):
+        group = data.draw(st.sampled_from(self.pool.unfinished + self.pool.complete))
+        self.leave([group.prompt], reason)
+        self.pool.drop(group, reason)
+
+    @rule()
+    def save_and_load(self):
+        self.pool.save(self.directory / "pool", self.version, FINGERPRINT)
+        self.pool, version = PartialPool.load(self.directory / "pool", self.config, FINGERPRINT)
+        assert version == self.version
+        for group in self.pool.unfinished + self.pool.complete:
+            self.check_content(group)
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @invariant()
+    def nothing_is_lost_and_nothing_is_there_twice(self):
+        held = [group.prompt for group in self.pool.unfinished + self.pool.complete]
+        assert sorted(held) == sorted(self.groups) and len(self.pool) == len(held)
+        metrics = self.pool.metrics()
+        for name in ("started", "taken", "resumed", "finished", "tokens_wasted"):
+            assert metrics[f"partial/{name}"] == self.counts[name], name
+        for reason in REASONS:
+            assert metrics[f"partial/dropped_{reason}"] == self.counts[reason], reason
+        assert metrics["partial/dropped"] == sum(self.counts[reason] for reason in REASONS)
+        assert metrics["partial/waiting"] == sum(map(self.is_complete, self.groups))
+        assert metrics["partial/in_flight"] == len(self.groups) - metrics["partial/waiting"]
+        if self.segments:
+            assert metrics["partial/segments_max"] == max(self.segments)
+            assert metrics["partial/segments_mean"] == sum(self.segments) / len(self.segments)
+        else:
+            assert "partial/segments_max" not in metrics
+        self.totals.update(self.counts)
+        left = self.totals["taken"] + sum(self.totals[reason] for reason in REASONS)
+        assert self.totals["started"] - left == len(self.pool)
+        self.counts.clear()
+        self.segments.clear()
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+
+
+def pool_of_two(config=None) -> PartialPool:
+    """One complete group, and one with a response of two versions that is to grow on."""
+    pool = PartialPool(config or PartialConfig(token_budget=2))
+    for prompt in ("a", "b"):
+        group = pool.start(prompt, None, 2)
+        group.prompt_tokens = [7, 8]
+        for response in group.responses:
+            pool.grow(response, [1, 2], [-0.5, -1.5], [3, 3], {"reward": 1.0} if prompt == "a" else None)
+    pool.grow(pool.unfinished[0].responses[0], [4], [-2.5], [5])
+    return pool
+
+
+def test_the_docstrings_example_has_three_segments_unless_it_becomes_too_old():
+    for on_stale, is_taken in (("finish", True), ("drop", False)):
+        pool = PartialPool(PartialConfig(token_budget=100, max_staleness=1, on_stale=on_stale))
+        (response,) = pool.start("p", "l", 1).responses
+        for version in (3, 4):
+            pool.expire(version)
+            pool.grow(response, list(range(100)), [0.0] * 100, [version] * 100)
+            assert pool.unfinished[0].responses == [response]
+            assert len(overdue := pool.overdue(version)) == (is_taken and version == 4)
+        for _, late in overdue:
+            pool.grow(late, [], [], [], {"truncated": True})
+        assert (response.num_tokens, response.segments) == (200, [100, 100])
+        assert len(pool.take(1)) == is_taken
+        pool.expire(5)
+        assert pool.metrics()["partial/dropped_stale"] == (not is_taken) and len(pool) == 0
+
+
+def test_the_group_with_the_oldest_token_comes_first_whichever_was_started_first():
+    pool = PartialPool(PartialConfig(token_budget=2))
+    groups = [pool.start(prompt, None, 1) for prompt in "abcd"]
+    for group, version in zip(groups, (5, 3, 4, 3), strict=True):
+        pool.grow(group.responses[0], [1], [-1.0], [version])
+    assert [group.prompt for group in pool.unfinished] == ["b", "d", "c", "a"]
+    for group in groups:
+        pool.grow(group.responses[0], [], [], [], {"reward": 1.0})
+    assert [group.prompt for group in pool.take(3)] == ["b", "d", "c"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(token_budget=-1), "token_budget -1 is not allowed; it must be at least 0"),
+        (dict(max_segments=-1), "max_segments -1 is not allowed; it must be at least 0"),
+        (dict(max_staleness=-1), "max_staleness -1 is not allowed; it must be at least 0"),
+        (dict(oversample=0.9), "oversample 0.9 is not allowed; it must be at least 1"),
+        (dict(oversample=math.nan), "oversample nan is not allowed; it must be at least 1"),
+        (dict(oversample=math.inf), "oversample inf is not allowed; it must be at least 1"),
+        (dict(on_stale="keep"), f"on_stale 'keep' is not allowed; it must be one of {ON_STALE}"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
+    with pytest.raises(ValueError) as refused:
+        PartialConfig(**settings)
+    assert str(refused.value) == message
+
+
+def test_shifted_versions_are_those_of_every_token():
+    pool = pool_of_two()
+    pool.shift_versions(-4)
+    complete, unfinished = pool.complete + pool.unfinished
+    assert [response.tensors["versions"].tolist() for response in complete.responses] == [[-1, -1]] * 2
+    assert [response.tensors["versions"].tolist() for response in unfinished.responses] == [[-1, -1, 1], [-1, -1]]
+    assert unfinished.oldest_version == -1
+
+
+def test_a_loaded_pool_is_the_saved_one_and_only_data_can_be_in_it(tmp_path):
+    pool = pool_of_two()
+    pool.save(tmp_path / "pool", {"policy_version": 5}, FINGERPRINT)
+    loaded, state = PartialPool.load(tmp_path / "pool", pool.config, FINGERPRINT)
+    assert state == {"policy_version": 5}
+    assert {file.name for file in (tmp_path / "pool").iterdir()} == {"groups.safetensors", "pool.json"}
+    for ours, theirs in zip(loaded.complete + loaded.unfinished, pool.complete + pool.unfinished, strict=True):
+        assert (ours.key, ours.prompt, ours.label) == (theirs.key, theirs.prompt, theirs.label)
+        assert ours.prompt_tokens == theirs.prompt_tokens == [7, 8]
+        for mine, other in zip(ours.responses, theirs.responses, strict=True):
+            assert (mine.segments, mine.outcome) == (other.segments, other.outcome)
+            assert mine.tensors.keys() == other.tensors.keys()
+            for name, tensor in other.tensors.items():
+                assert mine.tensors[name].dtype == tensor.dtype and torch.equal(mine.tensors[name], tensor)
+    assert loaded.start("c", None, 1).key == 2
+    assert loaded.metrics() | {"partial/started": 2} == pool.metrics() | {"partial/in_flight": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "problem"),
+    [
+        ("pool.json", Path.unlink, "is missing"),
+        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 1"),
+        (
+            "pool.json",
+            lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"next_key": 9})),
+            "is damaged (its checksum does not match",
+        ),
+        (
+            "groups.safetensors",
+            lambda file: file.write_bytes(file.read_bytes()[:-1]),
+            "is damaged (its checksum is not",
+        ),
+    ],
+)
+def test_a_damaged_pool_is_refused_in_one_line(tmp_path, name, damage, problem):
+    pool_of_two().save(tmp_path / "pool", None, FINGERPRINT)
+    damage(tmp_path / "pool" / name)
+    with pytest.raises(ReplayPoolError) as refused:
+        PartialPool.load(tmp_path / "pool", PartialConfig(), FINGERPRINT)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'pool' / name} {problem}") and message.endswith(DISCARD)
+    assert "\n" not in message

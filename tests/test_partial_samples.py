@@ -1,0 +1,389 @@
+"""Rollouts under a token budget: what is handed over, in which order, and that no prompt is lost on the way.
+
+Our samples generator, our part of the engine actor, OpenRLHF's executor with its reward, and its data loader do their
+own work here. What Ray would carry between processes stays in this one, and vLLM is `ScriptedEngine`.
+"""
+
+import asyncio
+import random
+from argparse import Namespace
+from collections import Counter
+
+import pipeline
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf_bapo.core.partial_rollouts import PartialPool
+
+NUM_SAMPLES = 3
+
+
+class ScriptedEngine:
+    """An engine actor whose vLLM writes "0123..." after each prompt, and ends a response where `lengths` says.
+
+    Work is done when it is asked for; `stop_growing` lets what was sent before end anywhere.
+    """
+
+    def __init__(self, directory, lengths) -> None:
+        from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+        self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
+        self.llm = Namespace(policy_version=0)
+        self.lengths, self.random = lengths, random.Random(0)
+        self.is_stopping, self.num_generated = False, Counter()
+        names = (
+            "grow_responses",
+            "generate_responses",
+            "stop_growing",
+            "policy_version",
+            "get_num_unfinished_requests",
+        )
+        for name in names:
+            setattr(self, name, Namespace(remote=getattr(self, f"_{name}")))
+
+    def _policy_version(self):
+        return Done(self.llm.policy_version)
+
+    def _get_num_unfinished_requests(self):
+        return Done(0)
+
+    def _generate_responses(self, **request):
+        from openrlhf_bapo.adapter.vllm_engine import generate_responses
+
+        self.is_stopping = False
+        return Ref(lambda: asyncio.run(generate_responses(self, **request)))
+
+    def _stop_growing(self):
+        self.is_stopping = True
+        return Done(None)
+
+    def _grow_responses(self, **request):
+        from openrlhf_bapo.adapter.vllm_engine import grow_responses
+
+        self.is_stopping = False
+        return Ref(lambda: asyncio.run(grow_responses(self, **request)))
+
+    async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
+        from openrlhf_bapo.adapter.vllm_engine import _SEGMENTS
+
+        assert params.max_tokens > 0 and params.logprobs == 1
+        prompt, kept = prompt_tokens[:4], prompt_tokens[4:]
+        assert params.min_tokens == (0 if kept else 1)
+        length = self.lengths[tuple(prompt)]
+        tokens, reason = [], "length"
+        stop_at = self.random.randint(0, params.max_tokens) if self.is_stopping else params.max_tokens + 1
+        while len(tokens) < params.max_tokens:
+            if len(tokens) == stop_at:
+                reason = "abort"
+                break
+            place = len(kept) + len(tokens)
+            tokens.append(3 + place % 10 if place + 1 < length else pipeline.EOS)
+            if tokens[-1] == pipeline.EOS:
+                reason = "stop"
+                break
+        self.num_generated[tuple(prompt)] += len(tokens)
+        _SEGMENTS.get().append([self.llm.policy_version] * len(tokens))
+        log_probs = [{token: Namespace(logprob=-0.25 - self.llm.policy_version)} for token in tokens]
+        return Namespace(outputs=[Namespace(token_ids=tokens, logprobs=log_probs, finish_reason=reason)])
+
+
+class Ref:
+    """A reference to work that is done when its result is asked for."""
+
+    def __init__(self, work) -> None:
+        self.work = work
+
+
+class Done(Ref):
+    def __init__(self, result) -> None:
+        super().__init__(lambda: result)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("partial"))
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    from openrlhf.trainer.ppo_utils import samples_generator
+    from openrlhf.trainer.ray import vllm_engine
+
+    from openrlhf_bapo.adapter import partial_rollouts
+
+    def get(refs):
+        return [ref.work() for ref in refs] if isinstance(refs, list) else refs.work()
+
+    def wait(refs, **_):
+        place = random.Random(len(refs)).randrange(len(refs))
+        return [refs[place]], refs[:place] + refs[place + 1 :]
+
+    for module in (partial_rollouts, samples_generator, vllm_engine):
+        monkeypatch.setattr(module, "ray", Namespace(get=get, wait=wait))
+
+
+def make_generator(directory, num_prompts=20, lengths=None, num_engines=2, **flags):
+    """Our samples generator with `num_prompts` prompts; a response has the length of its prompt's first digit, or of
+    `lengths`, which has one a prompt."""
+    from openrlhf.datasets import PromptDataset
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from transformers import AutoTokenizer
+
+    from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
+
+    settings = dict(
+        policy_loss="bapo",
+        rollout__batch_size=4,
+        rollout__n_samples_per_prompt=NUM_SAMPLES,
+        rollout__micro_batch_size=6,
+        rollout__max_new_tokens=16,
+        train__batch_size=6,
+        train__micro_batch_size=1,
+        partial__token_budget=3,
+    )
+    args = pipeline.parse(pipeline.flags(directory, **settings | flags))
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    rows = [{"input": f"{n // 100}{n // 10 % 10}{n % 10}=", "label": str(n)} for n in range(num_prompts)]
+    dataset = PromptDataset(rows, tokenizer, Namespace(args=args, is_rank_0=lambda: False))
+    loader = StatefulDataLoader(dataset, 1, shuffle=True, collate_fn=dataset.collate_fn)
+    lengths = lengths or [1 + n % 10 for n in range(num_prompts)]
+    by_prompt = {tuple(tokenizer(row["input"])["input_ids"]): n for row, n in zip(rows, lengths, strict=True)}
+    engines = [ScriptedEngine(directory, by_prompt) for _ in range(num_engines)]
+    return make_samples_generator(Namespace(args=args), loader, None, tokenizer, engines)
+
+
+GENERATE = dict(max_len=24, max_new_tokens=16)
+
+
+def publish(generator) -> None:
+    for engine in generator.vllm_engines:
+        engine.llm.policy_version += 1
+
+
+def rollouts(generator, then=lambda batch: None):
+    """The batches of an episode; each is trained on and published before the next."""
+    while True:
+        samples, _, _, is_exhausted = generator.generate_samples(**GENERATE)
+        yield samples
+        if is_exhausted:
+            return
+        publish(generator)
+
+
+def labels(samples) -> list[int]:
+    """One a group, whose samples stand together."""
+    found = [int(sample.labels[0]) for sample in samples]
+    assert found == [label for label in found[::NUM_SAMPLES] for _ in range(NUM_SAMPLES)]
+    return found[::NUM_SAMPLES]
+
+
+def test_every_prompt_of_an_episode_is_trained_on_once_whole_and_in_full_batches(directory):
+    generator = make_generator(directory)
+    for _ in range(2):  # episodes
+        batches = list(rollouts(generator))
+        assert [len(batch) for batch in batches] == [4 * NUM_SAMPLES] * 5
+        assert sorted(label for batch in batches for label in labels(batch)) == list(range(20))
+        for sample in (sample for batch in batches for sample in batch):
+            length = 1 + int(sample.labels[0]) % 10
+            tokens = sample.sequences[0, 4:].tolist()
+            assert tokens == [3 + n for n in range(length - 1)] + [pipeline.EOS]
+            assert sample.action_mask[0, 3:].tolist() == [1] * length
+            assert sample.response_length.item() == length and not sample.truncated.item()
+            # The reward is of the whole response.
+            odd = sum(token - 3 in (1, 3, 5, 7, 9) for token in tokens if token >= 3)
+            assert sample.rewards.item() == odd / 8
+            # Each log-prob is of its own token's version.
+            versions = sample.versions[0, 3:]
+            assert torch.equal(sample.rollout_log_probs[0, 3:], -0.25 - versions.float())
+            assert versions.tolist() == sorted(versions.tolist())
+    # No token was generated twice.
+    generated = sum((engine.num_generated for engine in generator.vllm_engines), Counter())
+    assert sum(generated.values()) == 2 * NUM_SAMPLES * sum(1 + n % 10 for n in range(20))
+
+
+def test_unfinished_responses_go_on_before_new_prompts_start_and_short_ones_overtake(directory):
+    generator = make_generator(directory, lengths=[16] + [2] * 19)
+    batches = list(rollouts(generator))
+    place = next(i for i, batch in enumerate(batches) if 0 in labels(batch))
+    assert place > 0
+    (response, *_) = (sample for sample in batches[place] if sample.labels[0] == "0")
+    assert len(set(response.versions[0, 3:].tolist())) > 2
+
+
+def test_groups_in_flight_are_as_many_as_oversampling_asks_for(directory):
+    generator = make_generator(directory, lengths=[9] * 20, partial__oversample=2.0)
+    samples, _, num_prompts, _ = generator.generate_samples(**GENERATE)
+    assert num_prompts == 8 and len(samples) == 4 * NUM_SAMPLES
+    assert samples.metrics["partial/started"] == 8 and samples.metrics["partial/taken"] == 4
+    assert samples.metrics["partial/in_flight"] + samples.metrics["partial/waiting"] == 4
+    assert samples.unfinished is generator.pool
+
+
+def test_a_response_never_grows_by_more_than_the_budget_in_one_rollout(directory):
+    generator = make_generator(directory, lengths=[14] * 20)
+    for batch in rollouts(generator):
+        for sample in batch:
+            assert max(Counter(sample.versions[0, 3:].tolist()).values()) <= 14
+        assert 5 <= batch.metrics["partial/segments_max"]  # 14 tokens by 3
+
+
+def test_the_token_limit_counts_the_tokens_so_far(directory):
+    generator = make_generator(directory, lengths=[99] * 20)
+    for batch in rollouts(generator):
+        assert all(sample.response_length.item() == 16 and sample.truncated.item() for sample in batch)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "finish"])
+def test_nothing_above_max_staleness_is_handed_over_and_every_prompt_is_counted(directory, on_stale):
+    flags = dict(partial__max_staleness=1, partial__on_stale=on_stale, partial__token_budget=1)
+    generator = make_generator(directory, lengths=[14, 16] * 4 + [1] * 12, **flags)
+    counts, trained = Counter(), []
+    for version, batch in enumerate(rollouts(generator)):
+        counts.update(batch.metrics)
+        trained += labels(batch)
+        for sample in batch:
+            assert version - sample.versions[0, 3:].min().item() <= 1
+    assert counts["partial/started"] == 20 == len(set(trained)) + counts["partial/dropped"]
+    assert len(trained) == len(set(trained)) == counts["partial/taken"]
+    assert counts["partial/dropped"] == counts["partial/dropped_stale"] + counts["partial/dropped_left_over"]
+    if on_stale == "finish":
+        assert counts["partial/finished"] > 0
+    else:
+        assert counts["partial/dropped_stale"] > 0 and counts["partial/tokens_wasted"] > 0
+
+
+def test_a_finished_response_is_truncated_and_has_the_reward_of_what_there_is(directory):
+    flags = dict(partial__max_segments=2, partial__on_stale="finish")
+    generator = make_generator(directory, lengths=[12] * 4, num_prompts=4, **flags)
+    (batch,) = rollouts(generator)
+    for sample in batch:
+        assert sample.response_length.item() == 6 and sample.truncated.item()
+        assert sample.sequences[0, 4:].tolist() == [3, 4, 5, 6, 7, 8]
+        assert sample.rewards.item() == 3 / 8
+    assert batch.metrics["partial/finished"] == 4 * NUM_SAMPLES
+
+
+def test_filtered_groups_are_replaced_and_counted(directory):
+    # The reward of n tokens is odd digits / 8: of "012" 0.125. All samples of a group are alike.
+    flags = dict(algo__dynamic_filtering_enable=True, algo__dynamic_filtering_range=None)
+    argv = pipeline.flags(directory, **flags)
+    assert "--algo.dynamic_filtering_enable" in argv
+    generator = make_generator(directory, algo__dynamic_filtering_enable=True)
+    generator.args.algo.dynamic_filtering_range = (0.2, 1.0)
+    counts, trained = Counter(), []
+    for batch in rollouts(generator):
+        counts.update(batch.metrics)
+        trained += labels(batch)
+    # 1 + n % 10 tokens, the last one EOS: two odd digits from a length of 5.
+    passing = [n for n in range(20) if (n % 10) // 2 / 8 > 0.2]
+    left_over = int(counts["partial/dropped_left_over"])
+    assert set(trained) <= set(passing) and len(trained) == len(passing) - left_over
+    assert counts["partial/dropped_filtered"] == 20 - len(passing)
+    assert counts["partial/started"] == 20
+
+
+def test_a_tail_that_makes_no_whole_micro_batches_is_counted(directory):
+    generator = make_generator(directory, num_prompts=7, train__micro_batch_size=2)
+    first, last = rollouts(generator)
+    assert (len(first), len(last)) == (12, 6)
+    assert last.metrics["partial/dropped_left_over"] == 1
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(1, 16), min_size=9, max_size=9),
+    killed_after=st.integers(1, 3),
+    seed=st.integers(0, 100),
+)
+def test_a_run_resumed_at_any_step_trains_on_every_prompt_once(
+    directory, tmp_path_factory, lengths, killed_after, seed
+):
+    folder = tmp_path_factory.mktemp("resumed")
+    torch.manual_seed(seed)
+    generator = make_generator(directory, num_prompts=9, lengths=lengths)
+    generator.args.rollout.batch_size = 3
+    trained = []
+    for step, batch in enumerate(rollouts(generator), start=1):
+        trained += labels(batch)
+        if step == killed_after:
+            batch.unfinished.save(folder / "pool", {}, {})
+            data = generator.prompts_dataloader.state_dict()
+            break
+    resumed = make_generator(directory, num_prompts=9, lengths=lengths)
+    resumed.args.rollout.batch_size = 3
+    resumed.prompts_dataloader.load_state_dict(data)
+    resumed.pool, _ = PartialPool.load(folder / "pool", generator.pool.config, {})
+    for batch in rollouts(resumed):
+        trained += labels(batch)
+    assert sorted(trained) == list(range(9))
+    # And the next episode is a whole one.
+    assert sorted(label for batch in rollouts(resumed) for label in labels(batch)) == list(range(9))
+
+
+def test_evaluation_has_no_budget_and_leaves_unfinished_responses_alone(directory):
+    generator = make_generator(directory, lengths=[13] * 20)
+    generator.generate_samples(**GENERATE)
+    held = {group.key: group.num_tokens for group in generator.pool.unfinished + generator.pool.complete}
+    generator.eval_dataloader = generator.prompts_dataloader.__class__(
+        generator.prompts_dataloader.dataset, 1, collate_fn=generator.prompts_dataloader.collate_fn
+    )
+    samples = generator.generate_eval_samples(**GENERATE, n_samples_per_prompt=2)
+    assert len(samples) == 2 * 20 and {sample.response_length.item() for sample in samples} == {13}
+    assert held == {group.key: group.num_tokens for group in generator.pool.unfinished + generator.pool.complete}
+
+
+def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
+    """Flags of a run that resumes a checkpoint with the generator's unfinished responses."""
+    from openrlhf_bapo.adapter.replay_checkpoint import _partial_fingerprint
+
+    (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
+    (directory / "ckpt/_actor/latest").write_text("global_step1")
+    generator.pool.save(directory / "ckpt/_partial/global_step1", state, _partial_fingerprint(generator.args))
+    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, rollout__micro_batch_size=6)
+    return pipeline.flags(directory, policy_loss="bapo", ckpt__load_enable=True, ckpt__path=directory / "ckpt", **sizes)
+
+
+def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_path_factory):
+    from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
+
+    generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
+    publish(generator)
+    generator.generate_samples(**GENERATE)
+    state = {"policy_version": 9, "steps_by_version": [0] * 10, "version_offset": 7}
+    flags = saved_beside_a_checkpoint(directory, generator, state)
+    pool, loaded = load_unfinished(pipeline.parse([*flags, "--partial.token_budget", "5"]))
+    assert loaded == state and len(pool) == len(generator.pool) > 0
+    # 1 + 7 is version 8; the resumed weights are version 9 and their engines' first.
+    kept = [r.tensors["versions"] for group in pool.unfinished + pool.complete for r in group.responses]
+    assert set(torch.cat(kept).tolist()) == {8 - (9 - 1)}
+
+
+def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(directory, capsys):
+    generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
+    generator.generate_samples(**GENERATE)
+    flags = saved_beside_a_checkpoint(directory, generator, {"policy_version": 1, "version_offset": 0})
+
+    def refusal(argv) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            pipeline.parse(argv)
+        assert exit_.value.code == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    message = refusal(flags)
+    assert f"{len(generator.pool)} prompts with unfinished responses; give --partial.token_budget" in message
+    assert "--partial.discard_saved" in message
+    pipeline.parse([*flags, "--partial.discard_saved"])
+    budget = [*flags, "--partial.token_budget", "5"]
+    pipeline.parse(budget)
+    message = refusal([*budget, "--rollout.n_samples_per_prompt", "6"])
+    assert "--rollout.n_samples_per_prompt '3', but this run has --rollout.n_samples_per_prompt '6'" in message
+    pipeline.parse([*budget, "--rollout.n_samples_per_prompt", "6", "--partial.discard_saved"])
+
+
+def test_without_a_budget_there_is_no_pool(directory):
+    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+
+    generator = make_generator(directory, partial__token_budget=0)
+    assert type(generator) is VersionedSamplesGenerator and not hasattr(generator, "pool")
