@@ -32,7 +32,7 @@ TESTS = {
     "adapter/flags.py": ["test_flags.py"],
     "adapter/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
     "adapter/experience_maker.py": ["test_experience_maker.py"],
-    "adapter/actor_trainer.py": ["test_off_policy_actor.py", "test_update_scope.py"],
+    "adapter/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],
 }
 
 # Loads everything anew for OpenRLHF's own trainer.
