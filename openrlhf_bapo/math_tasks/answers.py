@@ -263,6 +263,7 @@ _REWRITES = [
         ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
         ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
         (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
+        (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),  # "1{,}500", which math-verify reads, for `extract_answer`
         (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
         (r"(?:(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # "10\,000"
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
