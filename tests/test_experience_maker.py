@@ -220,7 +220,7 @@ def test_without_replay_a_training_step_has_the_fresh_samples(tmp_path):
 def test_the_pool_has_the_flags_settings(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
     assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
-    assert (maker.policy_version, maker.version_offset, maker.last_checkpoint) == (0, 0, None)
+    assert (maker.policy_version, maker.version_offset, maker.last_checkpoint, maker.unfinished) == (0, 0, None, None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
