@@ -42,7 +42,7 @@ OF_EVERY_KIND = [
     for advantage in (-2.0, -0.3, -0.3, 0.0, 0.3, 2.0)
     for weight in (0.0, 0.25)
 ] + [(ratio, 0.0, 1.0, 0, 2) for ratio in (0.1, 9.0)] * 3  # of no side, whatever their ratio
-OF_EVERY_KIND += [(0.5, -0.5, 1.0, 0, 0), (1.5, 0.5, 1.0, 0, 0)] * 2  # small advantages are beyond the bounds more often
+OF_EVERY_KIND += [(0.5, -0.5, 1.0, 0, 0), (1.5, 0.5, 1.0, 0, 0)] * 2  # small ones are outside more often
 
 
 def as_tensors(token_list, dtype=torch.float64) -> list[torch.Tensor]:
