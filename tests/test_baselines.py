@@ -122,7 +122,12 @@ def share(some_tokens: list, lower: float, upper: float, contribution: str) -> f
 
 
 def train(directory, samples_by_rank: list, **flags) -> dict:
-    """What the first rank reports; a learning rate of 0 keeps every ratio as it was made."""
+    """What the first rank reports of one training step."""
+    return train_steps(directory, samples_by_rank, 1, **flags)[0]
+
+
+def train_steps(directory, samples_by_rank: list, num_steps: int, **flags) -> list[dict]:
+    """The same of several training steps; a learning rate of 0 keeps every ratio as it was made."""
     defaults = dict(
         policy_loss="ppo",
         offpolicy__ratio_base="auto",
@@ -135,7 +140,7 @@ def train(directory, samples_by_rank: list, **flags) -> dict:
         rollout__micro_batch_size=1,
     )
     argv = pipeline.flags(directory, **defaults | flags)
-    return pipeline.train_policy_actors(directory, argv, samples_by_rank)[0]["status"]
+    return pipeline.train_policy_actors(directory, argv, samples_by_rank, num_steps=num_steps)[0]["statuses"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -212,9 +217,9 @@ def test_eight_updates_a_rollout_are_no_version_and_up_to_seven_optimizer_steps(
     samples = samples_with_both_signs()
     for sample in samples:
         sample.optimizer_steps = 0 * sample.action_mask
-    status = train(directory, [samples], train__batch_size=1, train__max_epochs=2)
-    assert status["offpolicy/optimizer_steps_taken"] == 8
-    assert (status["offpolicy/staleness_max"], status["offpolicy/optimizer_steps_max"]) == (0, 7)
+    for status in train_steps(directory, [samples], 2, train__batch_size=1, train__max_epochs=2):
+        assert status["offpolicy/optimizer_steps_taken"] == 8
+        assert (status["offpolicy/staleness_max"], status["offpolicy/optimizer_steps_max"]) == (0, 7)
 
 
 # ---- Response lengths by sign ----
