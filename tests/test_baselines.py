@@ -13,7 +13,7 @@ import torch
 
 from openrlhf_bapo.adapter.trainer import lengths_by_sign
 
-SCRIPTS = ("qwen32b", "qwen7b", "octothinker3b", "async_partial")
+SCRIPTS = ("qwen32b", "qwen7b", "octothinker3b", "async_partial", "partial")
 
 
 def script(name: str, **environment) -> subprocess.CompletedProcess:
