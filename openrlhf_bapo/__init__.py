@@ -12,9 +12,13 @@ _MODULES = {
     "ClipBounds": "openrlhf_bapo.core.clip_bounds",
     "ClipConfig": "openrlhf_bapo.core.clip_bounds",
     "ContributionTally": "openrlhf_bapo.core.clip_bounds",
+    "SmoothingConfig": "openrlhf_bapo.core.steady_bounds",
+    "SteadyBounds": "openrlhf_bapo.core.steady_bounds",
     "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "measure_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "register": "openrlhf_bapo.adapter.registration",
     "solve_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "tally_at_bounds": "openrlhf_bapo.core.clip_bounds",
     "tally_contributions": "openrlhf_bapo.core.clip_bounds",
 }
 

@@ -68,3 +68,17 @@ def search(tokens, config: ClipConfig) -> dict:
     signs = [advantage > 0 for _, advantage, _ in tokens if advantage != 0]
     found["positive_token_frac"] = sum(signs) / len(signs) if signs else math.nan
     return found
+
+
+def near_a_decision(token_list, config, margin: float) -> bool:
+    """Whether another rounding may decide otherwise: a share near the target, or a ratio near a bound."""
+    active = [token for token in token_list if token[2] > 0 and token[1] != 0]
+    target = config.positive_contribution_target
+    for lower, upper in walk(config):
+        p, n = contributions(active, lower, upper, config.contribution)
+        value = (p / (p + n) if p + n else math.nan) if config.target_kind == "share" else p / (n + 1e-8)
+        if abs(value - target) <= margin * max(1, target) or (p + n and min(p, n) / (p + n) < margin):
+            return True
+        if any(abs(ratio - bound) <= margin * bound for ratio, _, _ in active for bound in (lower, upper)):
+            return True
+    return False

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from reference import contributions, search, walk
+from reference import near_a_decision, search, walk
 from strategies import advantages, as_tensors, clip_configs, ratios, tokens
 
 from openrlhf_bapo import (
@@ -32,20 +32,6 @@ def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
         if not (math.isnan(x) and math.isnan(y)) and not math.isclose(x, y, rel_tol=0 if exact else rel):
             return False
     return True
-
-
-def near_a_decision(token_list, config, margin: float) -> bool:
-    """Whether another rounding may decide otherwise: a share near the target, or a ratio near a bound."""
-    active = [token for token in token_list if token[2] > 0 and token[1] != 0]
-    target = config.positive_contribution_target
-    for lower, upper in walk(config):
-        p, n = contributions(active, lower, upper, config.contribution)
-        value = (p / (p + n) if p + n else math.nan) if config.target_kind == "share" else p / (n + 1e-8)
-        if abs(value - target) <= margin * max(1, target) or (p + n and min(p, n) / (p + n) < margin):
-            return True
-        if any(abs(ratio - bound) <= margin * bound for ratio, _, _ in active for bound in (lower, upper)):
-            return True
-    return False
 
 
 @given(tokens(), clip_configs())

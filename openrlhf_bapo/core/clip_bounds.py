@@ -173,6 +173,11 @@ def _grids(config: ClipConfig, device: torch.device) -> _Grids:
     )
 
 
+def _one_point(lower: torch.Tensor, upper: torch.Tensor) -> _Grids:
+    only = torch.zeros(1, dtype=torch.long, device=lower.device)
+    return _Grids(lower=lower[None], upper=upper[None], path_lower=only, path_upper=only)
+
+
 @dataclass(frozen=True)
 class ContributionTally:
     """What the search needs to know of a set of tokens; tallies of disjoint sets add.
@@ -237,7 +242,18 @@ def tally_contributions(
         mask: the same shape; a token's weight in the loss (bool, or a number that is not negative), 0 for "no token".
         config: says which grid the tokens are sorted into.
     """
-    grids = _grids(config, ratio.device)
+    return _tally(ratio, advantages, mask, _grids(config, ratio.device))
+
+
+@torch.no_grad()
+def tally_at_bounds(
+    ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
+) -> ContributionTally:
+    """As `tally_contributions`, at one pair of bounds (0-dim, float64) instead of a grid; for `measure_clip_bounds`."""
+    return _tally(ratio, advantages, mask, _one_point(lower, upper))
+
+
+def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, grids: _Grids) -> ContributionTally:
     num_positive = grids.upper.numel() + 1
     num_buckets = num_positive + grids.lower.numel() + 1
 
@@ -266,7 +282,21 @@ def _cumsum_from_right(x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBounds:
     """Walk Algorithm 1's path over a tally of the whole update; on its device, without host synchronisation."""
-    grids = _grids(config, tally.sums.device)
+    return _solve(tally, _grids(config, tally.sums.device), config)
+
+
+@torch.no_grad()
+def measure_clip_bounds(
+    tally: ContributionTally, lower: torch.Tensor, upper: torch.Tensor, config: ClipConfig
+) -> ClipBounds:
+    """Shares and clip fractions at bounds that another rule chose, from `tally_at_bounds` with the same bounds.
+
+    `initial_share` is the share at them too: there is no path.
+    """
+    return _solve(tally, _one_point(lower, upper), config)
+
+
+def _solve(tally: ContributionTally, grids: _Grids, config: ClipConfig) -> ClipBounds:
     positive, negative = tally.sums.split([grids.upper.numel() + 1, grids.lower.numel() + 1], dim=1)
 
     # Positive tokens with r <= upper[k] stand in columns 0..k; negative ones with r >= lower[k] in columns k+1 and on.

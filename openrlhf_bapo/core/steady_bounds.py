@@ -1,0 +1,104 @@
+"""Clip bounds that are steady across updates: each update uses what the updates before it called for (ours).
+
+The search of `clip_bounds` starts anew in every update, from that update's tokens alone, and its bounds jump with them.
+Here they follow slowly. In goes the tally of the update that has just been trained, from the ratios that training's own
+forward computed; out come the bounds of the next update, so that no update needs a forward of its own:
+
+    update k:  train between (lower, upper) -> tally of its tokens -> search -> (lower, upper) of update k + 1
+
+With "bounds" the found bounds are averaged, each update's weight halving every `half_life` updates; with "tally" the
+tallies are, and the search runs on their average. Positive shares that scatter around the target make the first settle
+inside the ranges; pooled, they may never reach the target, and the second then stays in the far corner.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally, solve_clip_bounds
+
+AVERAGES = ("bounds", "tally")
+
+
+@dataclass(frozen=True)
+class SmoothingConfig:
+    """How slowly the bounds follow."""
+
+    half_life: float
+    """Updates after which half of a change has been followed; after 3.3 half-lives nine tenths have. Above 0."""
+
+    of: str = "bounds"
+    """What is averaged over updates: the "bounds" that the search finds, or the "tally" that it runs on."""
+
+    start: tuple[float, float] | None = None
+    """(lower, upper) of the first update, inside the search's ranges; None: the middle of each."""
+
+    def __post_init__(self):
+        """Raises ValueError that names the field, its value and what is allowed."""
+        if not 0 < self.half_life < math.inf:
+            raise ValueError(f"half_life {self.half_life} is not allowed; it must be above 0 and finite")
+        if self.of not in AVERAGES:
+            raise ValueError(f"of {self.of!r} is not allowed; it must be one of {AVERAGES}")
+
+
+class SteadyBounds:
+    """The bounds of the next update, `lower` and `upper` (0-dim float64 tensors), kept across updates.
+
+    On all ranks the same, if each is given the tally of all ranks. Never outside the ranges of the search.
+
+    Args:
+        config: the search, and with it the ranges.
+        smoothing: how slowly the bounds follow.
+
+    Raises:
+        ValueError: for a start outside the ranges.
+    """
+
+    def __init__(self, config: ClipConfig, smoothing: SmoothingConfig) -> None:
+        self._ranges = [(grid[0], grid[-1]) for grid in (config.lower_grid(), config.upper_grid())]
+        start = smoothing.start or [(low + high) / 2 for low, high in self._ranges]
+        for value, (low, high), side in zip(start, self._ranges, ("lower", "upper"), strict=True):
+            if not low <= value <= high:
+                raise ValueError(
+                    f"start {smoothing.start} is not allowed; its {side} bound must lie in [{low:g}, {high:g}]"
+                )
+        self.config = config
+        self.smoothing = smoothing
+        self.lower, self.upper = torch.tensor(start, dtype=torch.float64).unbind()
+        self._tally: ContributionTally | None = None
+        self._keep = 0.5 ** (1 / smoothing.half_life)
+
+    @torch.no_grad()
+    def update(self, tally: ContributionTally) -> ClipBounds:
+        """Follow the update that has just been trained; returns what the search finds on that update alone.
+
+        An update without anything to balance (no token with an advantage) changes nothing.
+
+        Args:
+            tally: of all tokens of the update, on all ranks.
+        """
+        found = wanted = solve_clip_bounds(tally, self.config)
+        self.lower, self.upper = self.lower.to(tally.sums.device), self.upper.to(tally.sums.device)
+        weight = (1 - self._keep) * found.initial_share.isfinite().double()
+        if self.smoothing.of == "tally":
+            before = tally.sums.new_zeros(()) if self._tally is None else self._tally.sums.to(tally.sums.device)
+            # Of weights that sum to less than 1 at first: shares do not change with the scale.
+            self._tally = ContributionTally(before + weight * (tally.sums - before))
+            wanted = solve_clip_bounds(self._tally, self.config)
+            weight = wanted.initial_share.isfinite().double()
+        (lower_start, lower_max), (upper_start, upper_max) = self._ranges
+        # Clamped, because rounding may carry the sum past the end of a range.
+        self.lower = (self.lower + weight * (wanted.lower - self.lower)).clamp(lower_start, lower_max)
+        self.upper = (self.upper + weight * (wanted.upper - self.upper)).clamp(upper_start, upper_max)
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a resumed run needs to go on with the same bounds."""
+        state = {"lower": self.lower, "upper": self.upper}
+        return state if self._tally is None else state | {"tally": self._tally.sums}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a `state_dict`, of the same config."""
+        self.lower, self.upper = state["lower"], state["upper"]
+        self._tally = ContributionTally(state["tally"]) if "tally" in state else None

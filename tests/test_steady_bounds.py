@@ -1,0 +1,174 @@
+"""Bounds that follow the updates before: properties, against a plain loop in Python floats."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from reference import near_a_decision
+from strategies import as_tensors, clip_configs, tokens
+
+from openrlhf_bapo import (
+    ClipBounds,
+    ClipConfig,
+    ContributionTally,
+    SmoothingConfig,
+    SteadyBounds,
+    find_clip_bounds,
+    measure_clip_bounds,
+    tally_at_bounds,
+    tally_contributions,
+)
+
+GRADIENT = ClipConfig(contribution="gradient")
+half_lives = st.one_of(st.floats(0.01, 200.0), st.just(1e-9))
+averages = st.sampled_from(["bounds", "tally"])
+
+
+def updates(min_size=0, max_size=6):
+    """Several updates' tokens, updates without any token among them."""
+    return st.lists(tokens(max_size=12), min_size=min_size, max_size=max_size)
+
+
+def tally(token_list, config) -> ContributionTally:
+    return tally_contributions(*as_tensors(token_list), config)
+
+
+def pair(bounds: SteadyBounds | ClipBounds) -> tuple[float, float]:
+    return float(bounds.lower), float(bounds.upper)
+
+
+@given(updates(), clip_configs(), half_lives)
+def test_the_bounds_are_a_decayed_average_of_what_the_search_finds(stream, config, half_life):
+    steady = SteadyBounds(config, SmoothingConfig(half_life))
+    lower = (config.lower_grid()[0] + config.lower_grid()[-1]) / 2
+    upper = (config.upper_grid()[0] + config.upper_grid()[-1]) / 2
+    keep = 2 ** (-1 / half_life)
+    for token_list in stream:
+        assert pair(steady) == pytest.approx((lower, upper), rel=1e-12)
+        found, alone = steady.update(tally(token_list, config)), find_clip_bounds(*as_tensors(token_list), config)
+        assert pair(found) == pair(alone)  # what the search finds on this update alone
+        if not math.isnan(float(alone.initial_share)):
+            lower = keep * lower + (1 - keep) * float(alone.lower)
+            upper = keep * upper + (1 - keep) * float(alone.upper)
+    assert pair(steady) == pytest.approx((lower, upper), rel=1e-12)
+
+
+@given(updates(), clip_configs(), half_lives)
+def test_of_tally_they_are_what_the_search_finds_on_a_decayed_sum_of_tallies(stream, config, half_life):
+    steady = SteadyBounds(config, SmoothingConfig(half_life, of="tally"))
+    counted = [token_list for token_list in stream if not math.isnan(float(find(token_list, config).initial_share))]
+    for token_list in stream:
+        steady.update(tally(token_list, config))
+    # Older updates' tokens weigh less: the search over all tokens with their weights scaled is the same.
+    keep = 2 ** (-1 / half_life)
+    scaled = [
+        (ratio, advantage, weight * keep ** (len(counted) - 1 - age))
+        for age, token_list in enumerate(counted)
+        for ratio, advantage, weight in token_list
+    ]
+    assume(not near_a_decision(scaled, config, 1e-9))
+    if counted:
+        assert pair(steady) == pair(find(scaled, config))
+
+
+def find(token_list, config) -> ClipBounds:
+    return find_clip_bounds(*as_tensors(token_list), config)
+
+
+@given(tokens(min_size=1), clip_configs())
+def test_measured_at_what_the_search_found_shares_and_fractions_are_the_searchs_own(token_list, config):
+    found = find(token_list, config)
+    bounds = tally_at_bounds(*as_tensors(token_list), found.lower, found.upper)
+    measured = measure_clip_bounds(bounds, found.lower, found.upper, config)
+    for field in fields(ClipBounds):
+        if field.name not in ("initial_share", "reached"):
+            expected = float(getattr(found, field.name))
+            assert float(getattr(measured, field.name)) == pytest.approx(expected, rel=1e-9, nan_ok=True), field.name
+
+
+@given(updates(), clip_configs(), half_lives, averages)
+def test_the_bounds_never_leave_the_ranges(stream, config, half_life, of):
+    steady = SteadyBounds(config, SmoothingConfig(half_life, of))
+    for token_list in [[], *stream]:
+        steady.update(tally(token_list, config))
+        lower, upper = pair(steady)
+        assert config.ratio_lower_start <= lower <= config.ratio_lower_max
+        assert config.ratio_upper_start <= upper <= config.ratio_upper_max
+
+
+@given(tokens(min_size=1), clip_configs(), st.floats(0.1, 1.0), averages)
+def test_a_constant_stream_is_followed_to_what_the_search_finds_on_it(token_list, config, half_life, of):
+    steady = SteadyBounds(config, SmoothingConfig(half_life, of))
+    found, before = find(token_list, config), pair(steady)
+    for _ in range(math.ceil(30 * half_life)):
+        steady.update(tally(token_list, config))
+    balanced = not math.isnan(float(found.initial_share))
+    assert pair(steady) == pytest.approx(pair(found) if balanced else before, abs=1e-7)
+
+
+@pytest.mark.parametrize("half_life", [0.5, 5, 20])
+def test_after_a_half_life_half_of_a_change_has_been_followed(half_life):
+    only_negative = tally([(1.0, -1.0, 1.0)], GRADIENT)  # sent to the far corner, (0.9, 3.0)
+    steady = SteadyBounds(GRADIENT, SmoothingConfig(half_life, start=(0.6, 1.2)))
+    for _ in range(max(1, int(half_life))):
+        steady.update(only_negative)
+    followed = 1 - 0.5 ** (max(1, int(half_life)) / half_life)
+    assert pair(steady) == pytest.approx((0.6 + followed * 0.3, 1.2 + followed * 1.8))
+
+
+@given(tokens(min_size=1), clip_configs(), averages)
+def test_an_update_with_nothing_to_balance_changes_nothing(token_list, config, of):
+    steady = SteadyBounds(config, SmoothingConfig(3.0, of))
+    steady.update(tally(token_list, config))
+    before = steady.state_dict()
+    found = steady.update(tally([(1.0, 0.0, 1.0), (2.0, 1.0, 0.0)], config))
+    assert math.isnan(float(found.initial_share)) and found.reached
+    assert {name: value.tolist() for name, value in steady.state_dict().items()} == {
+        name: value.tolist() for name, value in before.items()
+    }
+
+
+@given(updates(min_size=2), clip_configs(), half_lives, averages, st.data())
+def test_a_state_that_was_saved_goes_on_as_the_unbroken_one(stream, config, half_life, of, data):
+    smoothing = SmoothingConfig(half_life, of)
+    unbroken, resumed = SteadyBounds(config, smoothing), SteadyBounds(config, smoothing)
+    cut = data.draw(st.integers(0, len(stream)))
+    for token_list in stream[:cut]:
+        unbroken.update(tally(token_list, config))
+    resumed.load_state_dict({name: value.clone() for name, value in unbroken.state_dict().items()})
+    for token_list in stream[cut:]:
+        for steady in (unbroken, resumed):
+            steady.update(tally(token_list, config))
+        assert pair(resumed) == pair(unbroken)
+
+
+def test_they_follow_without_reading_a_value_on_the_host():
+    meta = torch.ones(3, device="meta")  # a meta tensor has no values to read
+    for of in ("bounds", "tally"):
+        steady = SteadyBounds(GRADIENT, SmoothingConfig(3.0, of))
+        for _ in range(2):
+            steady.update(tally_contributions(meta, meta, meta, GRADIENT))
+            at_bounds = tally_at_bounds(meta, meta, meta, steady.lower, steady.upper)
+            measured = measure_clip_bounds(at_bounds, steady.lower, steady.upper, GRADIENT)
+        assert measured.positive_share.is_meta and steady.upper.is_meta
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(half_life=0.0), "half_life 0.0 .*above 0"),
+        (dict(half_life=-1.0), "half_life -1.0 .*above 0"),
+        (dict(half_life=math.inf), "half_life inf .*finite"),
+        (dict(half_life=math.nan), "half_life nan .*finite"),
+        (dict(half_life=3.0, of="share"), "of 'share' .*bounds"),
+        (dict(half_life=3.0, start=(0.5, 2.0)), r"start \(0.5, 2.0\) .*lower bound must lie in \[0.6, 0.9\]"),
+        (dict(half_life=3.0, start=(0.7, 3.5)), r"start \(0.7, 3.5\) .*upper bound must lie in \[1.2, 3\]"),
+        (dict(half_life=3.0, start=(math.nan, 2.0)), "start .*lower bound"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SteadyBounds(replace(GRADIENT), SmoothingConfig(**settings))
