@@ -1,0 +1,182 @@
+"""The wide study: many runs of walk.py, declared in study.toml; each cell leaves one CSV and is never run twice.
+
+python examples/plain_torch/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
+python examples/plain_torch/study.py table [--cells PATTERN] [--details]
+"""
+
+import argparse
+import csv
+import fcntl
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import fmean, stdev
+
+import tomllib
+
+HERE = Path(__file__).parent
+AXES = ("task", "lag", "updates", "lr", "method", "seed")  # of the file's blocks; a cell has one value of each
+LAST = 20  # rollouts that a run is judged by
+DETAILS = (
+    "entropy",
+    "share_unclipped",
+    "share",
+    "lower",
+    "upper",
+    "clip_positive",
+    "clip_negative",
+    "ess",
+    "grad_norm",
+)
+
+
+def read_cells(file: Path, pattern: str) -> dict[str, dict]:
+    """Name of each cell to its settings, in the order in which they are run: by block, then by seed.
+
+    Raises:
+        ValueError: for a method that the file does not define.
+    """
+    study = tomllib.loads(file.read_text())
+    cells = {}
+    for block in study["block"]:
+        if unknown := set(block["method"]) - set(study["methods"]):
+            raise ValueError(f"{file}: method {', '.join(sorted(unknown))} is not among {', '.join(study['methods'])}")
+        for seed, *rest in itertools.product(block["seed"], *(block[axis] for axis in AXES[:-1])):
+            cell = dict(zip(AXES, (*rest, seed), strict=True))
+            name = "{task}-lag{lag}-updates{updates}-lr{lr:g}-{method}-seed{seed}".format(**cell)
+            if fnmatch(name, pattern):
+                cells[name] = cell | {"flags": study["methods"][cell["method"]]}
+    return cells
+
+
+def command(cell: dict, out: Path) -> list[str]:
+    """The command that runs one cell."""
+    flags = {axis: cell[axis] for axis in AXES if axis != "method"} | cell["flags"] | {"out": out}
+    words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
+    return [sys.executable, str(HERE / "walk.py"), *itertools.chain(*words)]
+
+
+def start_of(cell: dict) -> Path:
+    """Where walk.py keeps the start policy of this cell."""
+    return Path("runs/plain_torch", f"{cell['task']}-seed{cell['seed']}.pt")
+
+
+def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
+    """Run what has no result yet; returns how many failed."""
+    results.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(results, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{results} is in use by another run")
+    os.nice(19)
+    waiting = [name for name in cells if not (results / f"{name}.csv").exists()]
+    total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
+    print(f"{total} of {len(cells)} cells to run", flush=True)
+    running: dict[str, tuple[subprocess.Popen, float]] = {}  # and when each began
+    try:
+        while waiting or running:
+            # Two runs that share a start policy must not both make it.
+            busy = {start_of(cells[name]) for name in running}
+            ready = [name for name in waiting if start_of(cells[name]).exists() or start_of(cells[name]) not in busy]
+            if ready and len(running) < jobs:
+                waiting.remove(ready[0])
+                words = command(cells[ready[0]], results / f"{ready[0]}.part")
+                process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                running[ready[0]] = process, time.monotonic()
+                continue
+            time.sleep(0.5)
+            for name in [name for name, (process, _) in running.items() if process.poll() is not None]:
+                process, since = running.pop(name)
+                seconds, finished = time.monotonic() - since, finished + 1
+                if process.returncode:
+                    failed += 1
+                    outcome = f"FAILED: {process.stderr.read().strip().splitlines()[-1:]}"
+                else:
+                    (results / f"{name}.part").rename(results / f"{name}.csv")
+                    outcome = f"reward {summary(results / f'{name}.csv')['reward']:.3f}"
+                left = (time.monotonic() - began) / finished * (total - finished)
+                print(f"[{finished}/{total}] {name} {outcome} in {seconds:.0f} s, {left / 60:.0f} min left", flush=True)
+    finally:
+        for process, _ in running.values():
+            process.kill()
+    return failed
+
+
+def summary(file: Path) -> dict[str, float]:
+    """Means over a run's last rollouts, and the accuracies at its end."""
+    with open(file) as lines:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
+    means = {name: fmean(row[name] for row in rows[-LAST:]) for name in ("reward", *DETAILS)}
+    return means | {name: rows[-1][name] for name in ("greedy", "pass1", "pass16")}
+
+
+def mean_and_error(values: list[float], digits: int = 3) -> str:
+    """Mean, standard error and number of seeds, as a table has it."""
+    error = f" \u00b1 {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{error} ({len(values)})"
+
+
+def tables(cells: dict[str, dict], results: Path, details: bool) -> list[str]:
+    """Markdown: reward by method and learning rate, a table for each task, lag and number of updates.
+
+    With `details` a table for each learning rate too, of everything else that was measured.
+    """
+    found = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))  # setting, lr, method: summaries
+    for name, cell in cells.items():
+        if (results / f"{name}.csv").exists():
+            setting = f"Task {cell['task']}, lag {cell['lag']}, {cell['updates']} updates a rollout"
+            found[setting][cell["lr"]][cell["method"]].append(summary(results / f"{name}.csv"))
+    lines = []
+    for setting, by_lr in found.items():
+        methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
+        lines += [f"{setting}: reward of the last {LAST} rollouts, mean \u00b1 standard error (seeds)", ""]
+        rows = [
+            [
+                method,
+                *(
+                    mean_and_error([s["reward"] for s in by_lr[lr][method]]) if by_lr[lr][method] else ""
+                    for lr in by_lr
+                ),
+            ]
+            for method in methods
+        ]
+        lines += markdown(["method", *(f"lr {lr:g}" for lr in by_lr)], rows)
+        for lr in by_lr if details else ():
+            lines += [f"{setting}, lr {lr:g}", ""]
+            columns = ("reward", "pass1", "pass16", "greedy", *DETAILS)
+            rows = [
+                [m, *(f"{fmean(s[c] for s in by_lr[lr][m]):.3f}" for c in columns)] for m in by_lr[lr] if by_lr[lr][m]
+            ]
+            lines += markdown(["method", *columns], rows)
+    return lines
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name matches (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
+    parser.add_argument("--details", action="store_true", help="tables of all that was measured")
+    parser.add_argument("--study", type=Path, default=HERE / "study.toml")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    cells = read_cells(args.study, args.cells)
+    if not cells:
+        parser.error(f"--cells {args.cells!r} matches none of the study's cells")
+    if args.command == "table":
+        print("\n".join(tables(cells, args.results, args.details)))
+    elif run(cells, args.results, args.jobs):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

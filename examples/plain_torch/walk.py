@@ -1,0 +1,279 @@
+"""BAPO without a framework: a tiny transformer learns to walk on a grid from stale samples, on one core.
+
+A prompt is a start and a goal, a response is a list of moves and the end; it is right if it ends on the goal and never
+leaves the grid. Wrong walks are longer than right ones, so that positive tokens carry less than half of the objective:
+the imbalance that BAPO is about. Read `train_on` first: it is all that BAPO changes.
+"""
+
+import argparse
+from collections import deque, namedtuple
+from dataclasses import dataclass, fields, replace
+from math import nan
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from openrlhf_bapo.core.clip_bounds import PRESETS, ClipConfig, solve_clip_bounds, tally_contributions
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+
+MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) that a response's token goes
+END, NUM_ACTIONS, PROMPT_TOKENS = 4, 5, 4  # a prompt: the start's row and column, the goal's row and column
+FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
+
+# The grid's rows, a response's tokens with its end, and of the demonstrations that the start is fine-tuned on the share
+# of random moves, and the steps of 256.
+Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")
+TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 180)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; each field is a flag of the command."""
+
+    task: str = "walk"
+    seed: int = 0
+    lr: float = 1e-4
+    clip: str = "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, or LOWER:UPPER
+    contribution: str = ""  # "surrogate" or "gradient", in place of the preset's
+    target: float = 0.0  # in place of the preset's
+    half_life: float = 0.0  # of the bounds' moving average, in updates; 0: bounds are found anew in every update
+    smoothing_of: str = "bounds"  # or "tally"
+    same_update: bool = False  # let the average include the update that it is used in
+    dual_clip: float = 0.0  # 0: none
+    lag: int = 0  # rollouts made between a rollout and the training on it
+    epochs: int = 1
+    updates: int = 8  # per epoch
+    rollouts: int = 60
+    prompts: int = 32  # per rollout
+    samples: int = 16  # per prompt
+    starts: str = "runs/plain_torch"  # keeps the fine-tuned start of each task and seed
+    out: str = ""  # CSV with a row a rollout, written when the run is complete
+
+
+def all_prompts(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every start and goal that differ, [num, 4]: (those to train on, 256 held out)."""
+    prompts = torch.cartesian_prod(*[torch.arange(task.size)] * PROMPT_TOKENS)
+    prompts = prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
+    prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
+    return prompts[256:], prompts[:256]
+
+
+def reward(prompts: torch.Tensor, responses: torch.Tensor, task: Task) -> torch.Tensor:
+    """1 for a walk that ends, on the goal, and never leaves the grid, else 0. Behind its end a response holds END."""
+    path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
+    inside = ((path >= 0) & (path < task.size)).all(2).all(1)
+    return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
+
+
+def demonstrate(prompts: torch.Tensor, task: Task) -> torch.Tensor:
+    """Responses that head for the goal, but stray in `random_moves` of their moves, even from the goal itself."""
+    at, ended = prompts[:, :2].clone(), torch.zeros(len(prompts), dtype=torch.bool)
+    responses = torch.full((len(prompts), task.max_tokens), END)
+    for step in range(task.max_tokens):
+        nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
+        nearer[:, END] = ~nearer.any(1)
+        within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < task.size)).all(2)
+        within[:, END] = False
+        strays = torch.rand(len(prompts), 1) < task.random_moves
+        token = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
+        ended |= token == END
+        responses[:, step] = torch.where(ended, END, token)
+        at += MOVES[responses[:, step]]
+    return responses
+
+
+class Policy(torch.nn.Module):
+    """A transformer over a prompt's coordinates and the moves; its head knows the moves and END only."""
+
+    def __init__(self, task: Task, width: int = 96, num_layers: int = 3, heads: int = 4):
+        super().__init__()
+        self.heads, self.tokens = heads, Embedding(NUM_ACTIONS + task.size, width)
+        self.positions = Embedding(PROMPT_TOKENS + task.max_tokens, width)
+        self.norm, self.head, self.layers = LayerNorm(width), Linear(width, NUM_ACTIONS), ModuleList()
+        for _ in range(num_layers):
+            attention = {"norm1": LayerNorm(width), "qkv": Linear(width, 3 * width), "out": Linear(width, width)}
+            mlp = {"norm2": LayerNorm(width), "up": Linear(width, 4 * width), "down": Linear(4 * width, width)}
+            self.layers.append(ModuleDict(attention | mlp))
+        torch.nn.init.normal_(self.tokens.weight, std=0.02)
+        torch.nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, caches: list | None = None, start: int = 0) -> torch.Tensor:
+        """Log-probs of what follows each token, [rows, num, 5]; the tokens, [rows, num], stand at `start` and after.
+
+        A layer's cache, [2, rows, heads, positions, width / heads], holds the keys and values of all before `start`.
+        """
+        (rows, num), end = tokens.shape, start + tokens.shape[1]
+        x = self.tokens(tokens) + self.positions.weight[start:end]
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            qkv = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            if cache is not None:
+                cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
+                k, v = cache[:, :, :, :end]
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=num > 1)
+            x = x + layer["out"](mixed.transpose(1, 2).reshape(rows, num, -1))
+            x = x + layer["down"](gelu(layer["up"](layer["norm2"](x))))
+        return self.head(self.norm(x)).log_softmax(-1)
+
+    def log_probs(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """Log-probs of the responses' tokens, flat, row by row. Rows sorted by length waste little on padding."""
+        found = []
+        for p, r in zip(prompts.chunk(4), responses.chunk(4), strict=True):
+            mask = token_mask(r)
+            r = r[:, : int(mask.sum(1).max())]
+            of_all = self(torch.cat([NUM_ACTIONS + p, r[:, :-1]], 1))[:, PROMPT_TOKENS - 1 :]
+            found.append(of_all.gather(2, r[:, :, None]).squeeze(2)[mask[:, : r.shape[1]]])
+        return torch.cat(found)
+
+
+def token_mask(responses: torch.Tensor) -> torch.Tensor:
+    """Which tokens are the response's own: all up to and with its first END."""
+    return (responses == END).cumsum(1) - (responses == END).long() == 0
+
+
+@torch.no_grad()
+def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, greedy: bool = False):
+    """Some responses to each prompt, with a cache of keys and values that finished rows leave by and by.
+
+    Returns prompts [rows, 4], responses and their log-probs and entropy, [rows, max_tokens], and rewards, [rows].
+    """
+    prompts = prompts.repeat_interleave(samples, 0)
+    rows, (positions, width) = len(prompts), policy.positions.weight.shape
+    caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
+    responses, (behaviour, entropy) = torch.full((rows, task.max_tokens), END), torch.zeros(2, rows, task.max_tokens)
+    alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
+    log_probs = policy(NUM_ACTIONS + prompts, caches)[:, -1]
+    for step in range(task.max_tokens):
+        token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
+        token[done] = END
+        responses[alive, step] = token
+        behaviour[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
+        entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)
+        done |= token == END
+        if done.all() or step + 1 == task.max_tokens:
+            break
+        if done.sum() > 0.2 * len(done):
+            alive, token, caches, done = alive[~done], token[~done], [c[:, ~done] for c in caches], done[~done]
+        log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
+    found = {"prompts": prompts, "responses": responses, "log_probs": behaviour, "entropy": entropy}
+    return SimpleNamespace(**found, rewards=reward(prompts, responses, task))
+
+
+def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """One optimizer step; returns the gradient's norm before it is clipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    return norm
+
+
+def start_policy(run: Run, task: Task) -> Policy:
+    """Fine-tuned until it is right now and then; a function of task and seed, made once and kept on disk."""
+    torch.manual_seed(run.seed)
+    policy, prompts, file = Policy(task), all_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
+    if not file.exists():
+        optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0, fused=True)
+        for _ in range(task.finetune_steps):
+            chosen = prompts[torch.randint(len(prompts), (256,))]
+            responses = demonstrate(chosen, task)
+            order = token_mask(responses).sum(1).argsort()
+            optimize(policy, optimizer, -policy.log_probs(chosen[order], responses[order]).mean())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(policy.state_dict(), file)
+    policy.load_state_dict(torch.load(file))
+    return policy
+
+
+def clip_config(run: Run) -> ClipConfig:
+    """The search of this run; for fixed bounds its grid is one point."""
+    if run.clip in PRESETS:
+        given = {"contribution": run.contribution, "positive_contribution_target": run.target}
+        return replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value})
+    low, high = FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))
+    return ClipConfig(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+
+
+def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig, steady, run: Run) -> dict:
+    """One update, on some rows of a rollout. `steady`, a SteadyBounds or None, goes from update to update."""
+    rows = rows[token_mask(rollout.responses[rows]).sum(1).argsort()]
+    mask = token_mask(rollout.responses[rows])
+    advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
+    log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
+    ratio = (log_probs - rollout.log_probs[rows][mask]).clamp(-20, 20).exp()  # [tokens], as all that follows
+
+    tally = tally_contributions(ratio.detach(), advantages, torch.ones_like(ratio), config)
+    found = solve_clip_bounds(tally, config)
+    if steady and run.same_update:
+        steady.update(tally)
+    lower, upper = (steady or found).lower, (steady or found).upper
+    if steady and not run.same_update:
+        steady.update(tally)  # for the next update: this one's bounds were known before its forward
+    gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
+    if run.dual_clip:  # bounds what a negative token with a large ratio can do (arXiv 1912.09729)
+        gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
+    norm = optimize(policy, optimizer, -gain.mean())
+
+    r, positive, negative = ratio.detach(), advantages > 0, advantages < 0
+    carried, inside = r * advantages.abs(), torch.where(positive, r <= upper, r >= lower)  # as "gradient" counts
+    metrics = {"lower": lower, "upper": upper, "found_lower": found.lower, "found_upper": found.upper}
+    metrics["share_unclipped"] = carried[positive].sum() / carried.sum()
+    metrics["share"] = carried[positive & inside].sum() / carried[inside].sum()
+    metrics["clip_positive"] = (positive & ~inside).sum() / positive.sum().clamp(min=1)
+    metrics["clip_negative"] = (negative & ~inside).sum() / negative.sum().clamp(min=1)
+    return metrics | {"ess": r.sum() ** 2 / (len(r) * (r * r).sum()), "ratio_max": r.max(), "grad_norm": norm}
+
+
+def train(run: Run) -> list[dict[str, float]]:
+    """A row of metrics for each rollout; those of updates are means over the updates that came after it."""
+    task, config, (prompts, heldout) = TASKS[run.task], clip_config(run), all_prompts(TASKS[run.task])
+    policy, queue, table = start_policy(run, task), deque(), []
+    steady = SteadyBounds(config, SmoothingConfig(run.half_life, run.smoothing_of)) if run.half_life else None
+    optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    torch.manual_seed(run.seed)
+    for number in range(run.rollouts):
+        chosen = prompts[torch.randint(len(prompts), (run.prompts,))]
+        rollout = sample(policy, chosen, task, run.samples)
+        groups, mask = rollout.rewards.view(-1, run.samples), token_mask(rollout.responses)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
+        rollout.advantages = advantages
+        queue.append(rollout)
+        length, positive = mask.sum(1).double(), advantages > 0
+        row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
+        row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
+        row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
+        if len(queue) > run.lag:  # a run's last `lag` rollouts are not trained on
+            stale = queue.popleft()
+            parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
+            updates = [train_on(policy, optimizer, stale, part, config, steady, run) for part in parts]
+            row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
+        if number % 10 == 0 or number + 1 == run.rollouts:
+            row["greedy"] = sample(policy, heldout, task, greedy=True).rewards.mean()
+        if number + 1 == run.rollouts:
+            right = sample(policy, heldout, task, 16).rewards.view(-1, 16)
+            row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
+        table.append({name: float(value) for name, value in row.items()})
+        if number % 5 == 0 or number + 1 == run.rollouts:
+            print(" ".join(f"{name} {value:.3g}" for name, value in table[-1].items()), flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Run):
+        kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "default": field.default}
+        parser.add_argument(f"--{field.name}", **kind)
+    run = Run(**vars(parser.parse_args()))
+    torch.set_num_threads(1)
+    table = train(run)
+    if run.out:
+        with open(run.out, "w") as file:
+            file.write(",".join(table[-1]) + "\n")
+            file.writelines(",".join(f"{row.get(name, nan):.4g}" for name in table[-1]) + "\n" for row in table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""BAPO without a framework: the example's loop trains on what it says, between the core's bounds."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline import REPOSITORY
+
+from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+
+FOLDER = REPOSITORY / "examples" / "plain_torch"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+walk, study = load("walk"), load("study")
+TASK = walk.Task(size=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
+UP, DOWN, LEFT, RIGHT, END = range(5)
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    policy = walk.Policy(TASK, width=16, num_layers=2, heads=2)
+    with torch.no_grad():  # far from uniform, and ends often enough that rows finish at different steps
+        policy.head.weight.mul_(8)
+    return policy
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Settings of a run that takes a second."""
+    monkeypatch.setitem(walk.TASKS, "tiny", TASK)
+    return walk.Run(task="tiny", lr=1e-2, prompts=4, samples=4, updates=2, rollouts=5, starts=str(tmp_path))
+
+
+def with_advantages(rollout):
+    """A rollout whose advantages have both signs, whatever its rewards."""
+    rollout.advantages = torch.linspace(-1, 1.5, len(rollout.rewards))
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([DOWN, RIGHT, END], 1),
+        ([RIGHT, DOWN, UP, DOWN, END], 1),  # a detour
+        ([RIGHT, END], 0),  # ends elsewhere
+        ([UP, DOWN, DOWN, RIGHT, END], 0),  # leaves the grid on the way
+        ([RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, END], 1),  # as long as allowed
+        ([RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, UP], 0),  # never ends
+        ([UP, DOWN, UP, DOWN, RIGHT, DOWN, RIGHT, LEFT, LEFT], 0),
+    ],
+)
+def test_a_walk_is_right_if_it_ends_on_the_goal_within_the_grid(tokens, expected):
+    prompt = torch.tensor([[0, 0, 1, 1]])
+    response = torch.tensor([tokens + [END] * (TASK.max_tokens - len(tokens))])
+    assert walk.reward(prompt, response, TASK).tolist() == [expected]
+
+
+def test_every_demonstration_that_ends_is_right():
+    torch.manual_seed(0)
+    prompts = walk.all_prompts(TASK)[1].repeat(20, 1)[:2000]
+    responses = walk.demonstrate(prompts, TASK)
+    ended = responses[:, -1] == END
+    assert 0.5 < ended.float().mean() < 1
+    assert torch.equal(walk.reward(prompts, responses, TASK), ended.float())
+
+
+def test_no_prompt_is_both_trained_on_and_held_out():
+    trained, heldout = (set(map(tuple, part.tolist())) for part in walk.all_prompts(walk.TASKS["walk"]))
+    assert not trained & heldout
+    assert len(trained) + len(heldout) == 100 * 99
+    assert len(heldout) == 256
+
+
+def test_log_probs_of_sampling_with_a_cache_are_those_of_the_training_forward(policy):
+    rollout = walk.sample(policy, walk.all_prompts(TASK)[1][:40], TASK, samples=3)
+    mask = walk.token_mask(rollout.responses)
+    lengths = mask.sum(1)
+    assert lengths.min() == 1 and lengths.max() == TASK.max_tokens  # rows left the cache on the way
+    recomputed = policy.log_probs(rollout.prompts, rollout.responses)
+    torch.testing.assert_close(rollout.log_probs[mask], recomputed, atol=1e-5, rtol=0)
+
+
+def test_greedy_sampling_takes_the_likeliest_token(policy):
+    rollout = walk.sample(policy, walk.all_prompts(TASK)[1][:10], TASK, greedy=True)
+    tokens = torch.cat([walk.NUM_ACTIONS + rollout.prompts, rollout.responses[:, :-1]], 1)
+    likeliest = policy(tokens)[:, walk.PROMPT_TOKENS - 1 :].argmax(2)
+    mask = walk.token_mask(rollout.responses)
+    assert torch.equal(rollout.responses[mask], likeliest[mask])
+
+
+def reference_gradient(policy, rollout, rows, lower, upper, dual_clip):
+    """Gradient of PPO's objective over the rows' tokens, token by token from its definition."""
+    gains = []
+    for row in rows.tolist():
+        num = int(walk.token_mask(rollout.responses[row : row + 1]).sum())
+        new = policy.log_probs(rollout.prompts[row : row + 1], rollout.responses[row : row + 1])
+        advantage = float(rollout.advantages[row])
+        for t in range(num):
+            ratio = (new[t] - rollout.log_probs[row, t]).exp()
+            gain = min(ratio * advantage, ratio.clamp(lower, upper) * advantage)
+            if dual_clip and advantage < 0 and gain < dual_clip * advantage:
+                gain = gain * 0
+            gains.append(gain)
+    loss = -sum(gains) / len(gains)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
+
+
+@pytest.fixture
+def stale(policy):
+    """A rollout of 24 rows, and a policy that has since moved on."""
+    rollout = with_advantages(walk.sample(policy, walk.all_prompts(TASK)[1][:8], TASK, samples=3))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return rollout
+
+
+def update(policy, rollout, rows, run, steady=None):
+    """(metrics, parameters before less after) of one update by plain gradient descent."""
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()]).clone()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    metrics = walk.train_on(policy, optimizer, rollout, rows, walk.clip_config(run), steady, run)
+    return metrics, before - torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def ratios(policy, rollout, rows):
+    """Importance ratios and advantages of the rows' tokens, flat."""
+    mask = walk.token_mask(rollout.responses[rows])
+    log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows]).detach()
+    advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
+    return (log_probs - rollout.log_probs[rows][mask]).exp(), advantages
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.3])
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_core(
+    policy, stale, contribution, dual_clip
+):
+    run = walk.Run(clip="readme", contribution=contribution, target=0.6, dual_clip=dual_clip)
+    rows = torch.arange(20)  # not all
+    ratio, advantages = ratios(policy, stale, rows)
+    bounds = find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_config(run))
+    assert (ratio > bounds.upper).any() and (ratio < bounds.lower).any()
+    gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), dual_clip)
+
+    metrics, moved = update(policy, stale, rows, run)
+    assert (metrics["lower"], metrics["upper"]) == (bounds.lower, bounds.upper)
+    assert metrics["grad_norm"].item() == pytest.approx(gradient.norm().item(), rel=1e-4)
+    torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
+    if contribution == "gradient":
+        assert metrics["share"].item() == pytest.approx(bounds.positive_share.item(), abs=1e-5)
+    assert metrics["clip_positive"].item() == pytest.approx(bounds.clip_frac_positive.item(), abs=1e-6)
+    assert metrics["clip_negative"].item() == pytest.approx(bounds.clip_frac_negative.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("same_update", [False, True])
+def test_steady_bounds_of_an_update_come_from_the_updates_before_it_or_with_same_update_from_it_too(
+    policy, stale, same_update
+):
+    run = walk.Run(clip="readme", contribution="gradient", half_life=3.0, same_update=same_update)
+    config = walk.clip_config(run)
+    steady, expected = (SteadyBounds(config, SmoothingConfig(3.0)) for _ in range(2))
+    for rows in torch.arange(24).chunk(4):
+        ratio, advantages = ratios(policy, stale, rows)
+        tally = tally_contributions(ratio, advantages, torch.ones_like(ratio), config)
+        if same_update:
+            expected.update(tally)
+        metrics, _ = update(policy, stale, rows, run, steady)
+        assert metrics["lower"].item() == pytest.approx(expected.lower.item(), abs=1e-9)
+        assert metrics["upper"].item() == pytest.approx(expected.upper.item(), abs=1e-9)
+        if not same_update:
+            expected.update(tally)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_every_rollout_is_trained_on_lag_rollouts_after_it_was_made_in_every_epoch_and_row(tiny, monkeypatch, lag):
+    made, trained = [], []  # rollouts; (how many were made by then, number of the rollout, its rows)
+    sample, train_on = walk.sample, walk.train_on
+
+    def recording_sample(policy, prompts, task, samples=1, greedy=False):
+        rollout = sample(policy, prompts, task, samples, greedy)
+        if samples == tiny.samples:  # else an evaluation
+            made.append(rollout)
+        return rollout
+
+    def recording_train_on(policy, optimizer, rollout, rows, *rest):
+        number = next(i for i, other in enumerate(made) if other is rollout)
+        trained.append((len(made) - 1, number, rows.tolist()))
+        return train_on(policy, optimizer, rollout, rows, *rest)
+
+    monkeypatch.setattr(walk, "sample", recording_sample)
+    monkeypatch.setattr(walk, "train_on", recording_train_on)
+    walk.train(replace(tiny, lag=lag, epochs=2))
+
+    assert all(now - number == lag for now, number, _ in trained)
+    for number in range(tiny.rollouts - lag):
+        rows = [rows for _, trained_on, rows in trained if trained_on == number]
+        assert len(rows) == 2 * tiny.updates
+        assert sorted(sum(rows, [])) == sorted(2 * list(range(tiny.prompts * tiny.samples)))
+    assert len(made) == tiny.rollouts
+
+
+def test_on_policy_ratios_are_one_and_late_ones_are_not(tiny):
+    on_policy, late = (walk.train(replace(tiny, updates=1, lag=lag)) for lag in (0, 2))
+    assert all(row["ratio_max"] == pytest.approx(1, abs=1e-5) for row in on_policy)
+    assert all("ratio_max" not in row for row in late[:2])
+    assert all(row["ratio_max"] > 1.001 for row in late[3:])
+
+
+def test_a_run_is_a_function_of_its_settings_whether_its_start_is_made_or_loaded(tiny):
+    first, again, other = (walk.train(run) for run in (tiny, tiny, replace(tiny, seed=1)))
+    assert str(first) == str(again)  # as text, for the NaNs
+    assert str(first) != str(other)
+
+
+@pytest.mark.parametrize("clip", ["ppo", "none", "0.7:1.9"])
+def test_fixed_bounds_are_those_named(clip):
+    config = walk.clip_config(walk.Run(clip=clip))
+    lower, upper = {"ppo": (0.8, 1.2), "none": (1e-9, 1e9)}.get(clip, (0.7, 1.9))
+    assert (config.lower_grid(), config.upper_grid()) == ([lower], [upper])
+
+
+def test_a_preset_keeps_all_that_is_not_given():
+    assert walk.clip_config(walk.Run(clip="paper")) == ClipConfig.preset("paper")
+    given = walk.clip_config(walk.Run(clip="paper", contribution="gradient", target=0.45))
+    assert given == replace(ClipConfig.preset("paper"), contribution="gradient", positive_contribution_target=0.45)
+
+
+def test_the_loop_is_short_enough_to_be_read_in_ten_minutes():
+    lines = (FOLDER / "walk.py").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) < 250
