@@ -1,6 +1,9 @@
 """BAPO without a framework: the example's loop trains on what it says, between the core's bounds."""
 
+import fcntl
 import importlib.util
+import os
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -212,6 +215,22 @@ def test_every_rollout_is_trained_on_lag_rollouts_after_it_was_made_in_every_epo
     assert len(made) == tiny.rollouts
 
 
+def test_advantages_are_rewards_normalised_in_the_group_of_one_prompts_samples(tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr(walk, "train_on", lambda policy, optimizer, rollout, *rest: seen.append(rollout) or {})
+    walk.train(tiny)
+    kinds = set()
+    for rollout in seen:
+        assert torch.equal(rollout.prompts.view(4, 4, -1), rollout.prompts.view(4, 4, -1)[:, :1].expand(4, 4, -1))
+        for rewards, advantages in zip(rollout.rewards.split(4), rollout.advantages.split(4), strict=True):
+            kinds.add(int(rewards.sum()))
+            if rewards.min() == rewards.max():
+                assert advantages.abs().max() < 1e-6
+            else:
+                torch.testing.assert_close(advantages, (rewards - rewards.mean()) / rewards.std())
+    assert kinds >= {0, 1, 2}
+
+
 def test_on_policy_ratios_are_one_and_late_ones_are_not(tiny):
     on_policy, late = (walk.train(replace(tiny, updates=1, lag=lag)) for lag in (0, 2))
     assert all(row["ratio_max"] == pytest.approx(1, abs=1e-5) for row in on_policy)
@@ -241,3 +260,98 @@ def test_a_preset_keeps_all_that_is_not_given():
 def test_the_loop_is_short_enough_to_be_read_in_ten_minutes():
     lines = (FOLDER / "walk.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) < 250
+
+
+@pytest.fixture
+def small_study(monkeypatch, tmp_path):
+    """(flags of study.py, folder of results) of a study with two cells of one rollout, whose start is there already."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "plain_torch").mkdir(parents=True)
+    torch.save(walk.Policy(walk.TASKS["walk"]).state_dict(), tmp_path / "runs" / "plain_torch" / "walk-seed3.pt")
+    (tmp_path / "study.toml").write_text(
+        """
+        [methods]
+        ppo = { clip = "ppo", rollouts = 1, prompts = 1, samples = 2 }
+        wrong = { clip = "3:4", rollouts = 1, prompts = 1, samples = 2 }
+        [[block]]
+        task = ["walk"]
+        lag = [0]
+        updates = [1]
+        lr = [1e-4, 2e-4]
+        seed = [3]
+        method = ["ppo"]
+        """
+    )
+    return ["--study", str(tmp_path / "study.toml"), "--results", str(tmp_path / "results")], tmp_path / "results"
+
+
+def run_study(*words: str):
+    command = [sys.executable, str(FOLDER / "study.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_a_study_runs_each_cell_once_and_goes_on_where_it_was_broken_off(small_study):
+    flags, results = small_study
+    names = [f"walk-lag0-updates1-lr{lr}-ppo-seed3.csv" for lr in ("0.0001", "0.0002")]
+    first = run_study("run", "--jobs", "2", *flags)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("2 of 2 cells to run")
+    assert sorted(file.name for file in results.iterdir()) == names
+
+    kept = (results / names[0]).stat().st_mtime_ns
+    made = (results / names[1]).read_text()
+    (results / names[1]).unlink()
+    second = run_study("run", *flags)
+    assert second.stdout.startswith("1 of 2 cells to run")
+    assert (results / names[0]).stat().st_mtime_ns == kept
+    assert (results / names[1]).read_text() == made
+    assert run_study("run", *flags).stdout == "0 of 2 cells to run\n"
+
+
+def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
+    flags, results = small_study
+    study_file = results.parent / "study.toml"
+    study_file.write_text(study_file.read_text().replace('"ppo"]', '"ppo", "wrong"]'))
+    run = run_study("run", "--cells", "*lr0.0001*", *flags)
+    assert run.returncode == 1
+    assert "wrong-seed3 FAILED" in run.stdout and "the bounds must satisfy 0 < ratio_lower_start" in run.stdout
+    assert [file.name for file in results.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
+
+
+def test_two_runs_of_a_study_do_not_share_a_folder_of_results(small_study):
+    flags, results = small_study
+    results.mkdir()
+    folder = os.open(results, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    run = run_study("run", *flags)
+    os.close(folder)
+    assert run.returncode == 1 and run.stderr == f"{results} is in use by another run\n"
+
+
+def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts(tmp_path):
+    cells = study.read_cells(FOLDER / "study.toml", "walk-lag8-updates8-lr0.0001-*")
+    columns = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
+    for seed, value in enumerate((0.5, 0.6, 0.7)):
+        rows = [[str(9.0 if number < 40 else value)] * len(columns) for number in range(60)]
+        text = "\n".join(",".join(row) for row in [columns, *rows])
+        (tmp_path / f"walk-lag8-updates8-lr0.0001-ppo-seed{seed}.csv").write_text(text)
+        if seed == 0:
+            (tmp_path / f"walk-lag8-updates8-lr0.0001-gradient-seed{seed}.csv").write_text(text)
+    lines = study.tables(cells, tmp_path, details=False)
+    assert "| ppo | 0.600 \u00b1 0.058 (3) |" in lines  # 0.1 / sqrt(3)
+    assert "| gradient | 0.500 (1) |" in lines
+
+
+def test_every_cell_of_the_study_is_a_run_that_the_example_takes():
+    cells = study.read_cells(FOLDER / "study.toml", "*")
+    assert len(cells) > 100
+    for cell in cells.values():
+        settings = {axis: cell[axis] for axis in study.AXES if axis != "method"} | cell["flags"]
+        walk.clip_config(walk.Run(**settings))
+
+
+def test_a_method_that_the_study_does_not_define_is_named(tmp_path):
+    text = (FOLDER / "study.toml").read_text().replace("ppo_dual = {", "ppo_duel = {")
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(ValueError, match="method ppo_dual is not among ppo, ppo_duel, "):
+        study.read_cells(tmp_path / "study.toml", "*")

@@ -23,8 +23,7 @@ MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, colum
 END, NUM_ACTIONS, PROMPT_TOKENS = 4, 5, 4  # a prompt: the start's row and column, the goal's row and column
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
 
-# The grid's rows, a response's tokens with its end, and of the demonstrations that the start is fine-tuned on the share
-# of random moves, and the steps of 256.
+# Rows of the grid, tokens of the longest response, random share of the demonstrations' moves, steps of 256 of them.
 Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")
 TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 180)}
 
@@ -68,21 +67,23 @@ def reward(prompts: torch.Tensor, responses: torch.Tensor, task: Task) -> torch.
     return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
 
 
+def token_mask(responses: torch.Tensor) -> torch.Tensor:
+    """Which tokens are the response's own: all up to and with its first END."""
+    return (responses == END).cumsum(1) - (responses == END).long() == 0
+
+
 def demonstrate(prompts: torch.Tensor, task: Task) -> torch.Tensor:
     """Responses that head for the goal, but stray in `random_moves` of their moves, even from the goal itself."""
-    at, ended = prompts[:, :2].clone(), torch.zeros(len(prompts), dtype=torch.bool)
-    responses = torch.full((len(prompts), task.max_tokens), END)
+    at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), task.max_tokens, dtype=torch.long)
     for step in range(task.max_tokens):
         nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
         nearer[:, END] = ~nearer.any(1)
         within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < task.size)).all(2)
         within[:, END] = False
         strays = torch.rand(len(prompts), 1) < task.random_moves
-        token = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
-        ended |= token == END
-        responses[:, step] = torch.where(ended, END, token)
+        responses[:, step] = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
         at += MOVES[responses[:, step]]
-    return responses
+    return torch.where(token_mask(responses), responses, END)
 
 
 class Policy(torch.nn.Module):
@@ -108,8 +109,7 @@ class Policy(torch.nn.Module):
         (rows, num), end = tokens.shape, start + tokens.shape[1]
         x = self.tokens(tokens) + self.positions.weight[start:end]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            qkv = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            q, k, v = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
             if cache is not None:
                 cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
                 k, v = cache[:, :, :, :end]
@@ -129,11 +129,6 @@ class Policy(torch.nn.Module):
         return torch.cat(found)
 
 
-def token_mask(responses: torch.Tensor) -> torch.Tensor:
-    """Which tokens are the response's own: all up to and with its first END."""
-    return (responses == END).cumsum(1) - (responses == END).long() == 0
-
-
 @torch.no_grad()
 def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, greedy: bool = False):
     """Some responses to each prompt, with a cache of keys and values that finished rows leave by and by.
@@ -148,7 +143,6 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, 
     log_probs = policy(NUM_ACTIONS + prompts, caches)[:, -1]
     for step in range(task.max_tokens):
         token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
-        token[done] = END
         responses[alive, step] = token
         behaviour[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
         entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)
@@ -158,8 +152,9 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, 
         if done.sum() > 0.2 * len(done):
             alive, token, caches, done = alive[~done], token[~done], [c[:, ~done] for c in caches], done[~done]
         log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
-    found = {"prompts": prompts, "responses": responses, "log_probs": behaviour, "entropy": entropy}
-    return SimpleNamespace(**found, rewards=reward(prompts, responses, task))
+    responses = torch.where(token_mask(responses), responses, END)
+    rewards, found = reward(prompts, responses, task), {"prompts": prompts, "responses": responses}
+    return SimpleNamespace(**found, log_probs=behaviour, entropy=entropy, rewards=rewards)
 
 
 def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
