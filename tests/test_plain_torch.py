@@ -53,21 +53,19 @@ def with_advantages(rollout):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    ("goal", "tokens", "expected"),
     [
-        ([DOWN, RIGHT, END], 1),
-        ([RIGHT, DOWN, UP, DOWN, END], 1),  # a detour
-        ([RIGHT, END], 0),  # ends elsewhere
-        ([UP, DOWN, DOWN, RIGHT, END], 0),  # leaves the grid on the way
-        ([RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, END], 1),  # as long as allowed
-        ([RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, UP], 0),  # never ends
-        ([UP, DOWN, UP, DOWN, RIGHT, DOWN, RIGHT, LEFT, LEFT], 0),
+        ([1, 1], [DOWN, RIGHT, END], 1),
+        ([1, 1], [RIGHT, DOWN, UP, DOWN, END], 1),  # a detour
+        ([1, 1], [RIGHT, END], 0),  # ends elsewhere
+        ([1, 1], [UP, DOWN, DOWN, RIGHT, END], 0),  # leaves the grid on the way
+        ([1, 1], [RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, END], 1),  # as long as allowed
+        ([0, 1], [RIGHT, DOWN, UP, DOWN, UP, DOWN, UP, DOWN, UP], 0),  # on the goal, but never ends
     ],
 )
-def test_a_walk_is_right_if_it_ends_on_the_goal_within_the_grid(tokens, expected):
-    prompt = torch.tensor([[0, 0, 1, 1]])
+def test_a_walk_is_right_if_it_ends_on_the_goal_within_the_grid(goal, tokens, expected):
     response = torch.tensor([tokens + [END] * (TASK.max_tokens - len(tokens))])
-    assert walk.reward(prompt, response, TASK).tolist() == [expected]
+    assert walk.reward(torch.tensor([[0, 0, *goal]]), response, TASK).tolist() == [expected]
 
 
 def test_every_demonstration_that_ends_is_right():
