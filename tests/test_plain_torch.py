@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -314,6 +315,24 @@ def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
     assert run.returncode == 1
     assert "wrong-seed3 FAILED" in run.stdout and "the bounds must satisfy 0 < ratio_lower_start" in run.stdout
     assert [file.name for file in results.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
+
+
+def test_a_study_that_is_terminated_leaves_no_process(small_study):
+    flags, results = small_study
+    words = [sys.executable, str(FOLDER / "study.py"), "run", *flags]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "2 of 2 cells to run\n"
+        while not processes_with(f"--out {results}"):
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(60) == 1
+    assert not processes_with(f"--out {results}")
+    assert list(results.iterdir()) == []
+
+
+def processes_with(words: str) -> list[str]:
+    found = subprocess.run(["pgrep", "-f", "--", words], capture_output=True, text=True)
+    return found.stdout.split()
 
 
 def test_two_runs_of_a_study_do_not_share_a_folder_of_results(small_study):

@@ -9,6 +9,7 @@ import csv
 import fcntl
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -78,6 +79,7 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
     total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
     running: dict[str, tuple[subprocess.Popen, float]] = {}  # and when each began
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # through `finally`, as Ctrl-C
     try:
         while waiting or running:
             # Two runs that share a start policy must not both make it.
@@ -104,6 +106,7 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
     finally:
         for process, _ in running.values():
             process.kill()
+            process.wait()
     return failed
 
 
