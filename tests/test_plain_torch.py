@@ -3,10 +3,11 @@
 import fcntl
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -372,3 +373,14 @@ def test_a_method_that_the_study_does_not_define_is_named(tmp_path):
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ValueError, match="method ppo_dual is not among ppo, ppo_duel, "):
         study.read_cells(tmp_path / "study.toml", "*")
+
+
+def test_the_commands_in_the_examples_readme_have_flags_that_exist():
+    commands = re.findall(r"^\.venv/bin/python (\S+) (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert {file for file, _ in commands} == {"examples/plain_torch/walk.py", "examples/plain_torch/study.py"}
+    for file, words in commands:
+        if file.endswith("walk.py"):
+            assert set(re.findall(r"--(\w+)", words)) <= {field.name for field in fields(walk.Run)}
+        else:
+            run = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
+            assert set(re.findall(r"--\w+", words)) <= set(re.findall(r"--\w+", run.stdout))

@@ -25,7 +25,7 @@ FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e
 
 # Rows of the grid, tokens of the longest response, random share of the demonstrations' moves, steps of 256 of them.
 Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")
-TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 180)}
+TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 140)}
 
 
 @dataclass(frozen=True)
