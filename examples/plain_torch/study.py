@@ -119,7 +119,9 @@ def summary(file: Path) -> dict[str, float]:
 
 
 def mean_and_error(values: list[float], digits: int = 3) -> str:
-    """Mean, standard error and number of seeds, as a table has it."""
+    """Mean, standard error and number of seeds, as a table has it; "" without a seed."""
+    if not values:
+        return ""
     error = f" \u00b1 {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{error} ({len(values)})"
 
@@ -132,30 +134,19 @@ def tables(cells: dict[str, dict], results: Path, details: bool) -> list[str]:
     found = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))  # setting, lr, method: summaries
     for name, cell in cells.items():
         if (results / f"{name}.csv").exists():
-            setting = f"Task {cell['task']}, lag {cell['lag']}, {cell['updates']} updates a rollout"
+            setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
             found[setting][cell["lr"]][cell["method"]].append(summary(results / f"{name}.csv"))
     lines = []
-    for setting, by_lr in found.items():
+    for setting, unsorted in found.items():
+        by_lr = dict(sorted(unsorted.items()))
         methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
+        rows = [[m, *(mean_and_error([s["reward"] for s in by_lr[lr][m]]) for lr in by_lr)] for m in methods]
         lines += [f"{setting}: reward of the last {LAST} rollouts, mean \u00b1 standard error (seeds)", ""]
-        rows = [
-            [
-                method,
-                *(
-                    mean_and_error([s["reward"] for s in by_lr[lr][method]]) if by_lr[lr][method] else ""
-                    for lr in by_lr
-                ),
-            ]
-            for method in methods
-        ]
         lines += markdown(["method", *(f"lr {lr:g}" for lr in by_lr)], rows)
         for lr in by_lr if details else ():
-            lines += [f"{setting}, lr {lr:g}", ""]
-            columns = ("reward", "pass1", "pass16", "greedy", *DETAILS)
-            rows = [
-                [m, *(f"{fmean(s[c] for s in by_lr[lr][m]):.3f}" for c in columns)] for m in by_lr[lr] if by_lr[lr][m]
-            ]
-            lines += markdown(["method", *columns], rows)
+            columns, done = ("reward", "pass1", "pass16", "greedy", *DETAILS), [m for m in methods if by_lr[lr][m]]
+            rows = [[m, *(f"{fmean(s[c] for s in by_lr[lr][m]):.3f}" for c in columns)] for m in done]
+            lines += [f"{setting}, lr {lr:g}", "", *markdown(["method", *columns], rows)]
     return lines
 
 
