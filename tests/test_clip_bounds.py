@@ -22,6 +22,7 @@ from openrlhf_bapo import (
     solve_clip_bounds,
     tally_contributions,
 )
+from openrlhf_bapo.core.clip_bounds import PRESETS
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -232,13 +233,14 @@ PUBLISHED = {
     "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share"),
     "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio"),
 }
+OURS = {"steady": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "gradient", "upper_first", "share")}
 
 
 def test_presets_hold_the_published_settings_in_every_field():
-    assert {name: astuple(ClipConfig.preset(name)) for name in PUBLISHED} == PUBLISHED
+    assert {name: astuple(ClipConfig.preset(name)) for name in PRESETS} == PUBLISHED | OURS
     assert tuple(field.name for field in fields(ClipConfig)) == FIELDS
     assert ClipConfig() == ClipConfig.preset("readme")
-    with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released"):
+    with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released, steady"):
         ClipConfig.preset("nonesuch")
 
 

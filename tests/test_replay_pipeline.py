@@ -10,7 +10,7 @@ import recordings
 import torch
 
 from openrlhf_bapo.adapter.flags import replay_config_from_args
-from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, pool_directory
+from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, load_steady_bounds, pool_directory
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
             "        time.sleep(0.2)\n"
             "    return odd_digits(queries, prompts, labels, **kwargs)\n"
         )
-    flags = replay_flags(directory, ckpt__save_steps=3, ckpt__max_num=1)
+    flags = replay_flags(directory, ckpt__save_steps=3, ckpt__max_num=1, bapo__smoothing=3)
     command = [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
     log = directory / "killed.log"
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
@@ -128,7 +128,8 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
         os.killpg(process.pid, signal.SIGKILL)
     waiting.unlink()
 
-    resume = [*flags, "--ckpt.load_enable"]
+    # Bounds that no longer follow show which ones the run goes on with.
+    resume = [*flags, "--ckpt.load_enable", "--bapo.smoothing", "1e12"]
     args = pipeline.parse(resume)
     pool, state = load_saved_pool(args)
     version = state["policy_version"]
@@ -143,6 +144,10 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
     assert len(steps) == 7  # 4 to 10
     assert first["replay/groups_sampled"] * 4 == len(drawn) > 0
     assert last["offpolicy/staleness_max"] <= 4
+    steady = load_steady_bounds(args)
+    for name, bound, middle in (("low", steady["lower"], 0.75), ("high", steady["upper"], 2.1)):
+        assert abs(float(bound) - middle) > 0.01  # three steps have moved it
+        assert [step[f"bapo/clip_{name}"] for step in steps] == pytest.approx([float(bound)] * 7, abs=1e-6)
     folders, counted = [directory / "killed", directory / "resumed"], {}
     for i, logged in enumerate([pipeline.steps(log.read_text()), steps]):
         batch = recordings.trained_on(folders[i])
@@ -157,9 +162,9 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
         if trained_at == version and staleness.any()
     )
     # Pruned together with OpenRLHF's own.
-    assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == {
-        d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()
-    }
+    kept = {d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()}
+    assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == kept
+    assert {d.name for d in (directory / "ckpt/_steady").iterdir()} >= kept
 
     saved = pool_directory(args.ckpt.path) / "groups.safetensors"
     content = bytearray(saved.read_bytes())

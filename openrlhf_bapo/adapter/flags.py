@@ -11,6 +11,7 @@ from typing import NoReturn
 from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
+from openrlhf_bapo.core.steady_bounds import AVERAGES, SmoothingConfig, SteadyBounds
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
 SCOPES = ("update", "micro_batch")
@@ -19,8 +20,11 @@ RATIO_BASES = ("auto", "recomputed", "rollout")
 
 _OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
 
-# What a preset sets beside its ClipConfig. The released recipe searches per micro-batch and clips dually with c = 3.
-_RELEASED_SCOPE, _RELEASED_DUAL_CLIP = "micro_batch", 3.0
+# What a preset sets beside its ClipConfig; the released recipe searches per micro-batch.
+_BESIDE_PRESET = {
+    "released": {"scope": "micro_batch", "dual_clip": 3.0},
+    "steady": {"smoothing": 20.0, "dual_clip": 3.0},
+}
 
 _BOUND_HELP = {
     "ratio_lower_start": "lower clip bound before any raise, an importance ratio in (0, 1]",
@@ -86,6 +90,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=TOKEN_WEIGHTS,
         default=None,
         help="weight of a token in the search: none, or its probability at rollout (as the paper writes Eq. 8)",
+    )
+    group.add_argument(
+        "--bapo.smoothing",
+        type=float,
+        default=None,
+        help="half-life, in optimizer steps, of the average over past bounds that an update is trained with, which "
+        "takes no forward of its own; 0: bounds anew in every update (the paper)",
+    )
+    group.add_argument(
+        "--bapo.smoothing_of",
+        choices=AVERAGES,
+        default=None,
+        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it runs on",
+    )
+    group.add_argument(
+        "--bapo.smoothing_start",
+        type=float,
+        nargs=2,
+        metavar=("LOWER", "UPPER"),
+        default=None,
+        help="with --bapo.smoothing: bounds of the first update (the middle of their ranges)",
+    )
+    group.add_argument(
+        "--bapo.discard_saved",
+        action="store_true",
+        default=None,
+        help="with --ckpt.load_enable: start --bapo.smoothing anew",
     )
     group = parser.add_argument_group("off-policy data")
     group.add_argument(
@@ -186,20 +217,47 @@ def resolve_flags(args: Namespace) -> None:
             "bounds between --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max"
         )
     preset = given.pop("preset", "readme")
-    scope = given.pop("scope", _RELEASED_SCOPE if preset == "released" else "update")
+    beside = _BESIDE_PRESET.get(preset, {})
+    scope = given.pop("scope", beside.get("scope", "update"))
     token_weight = given.pop("token_weight", "none")
+    of_smoothing = ("smoothing_of", "smoothing_start", "discard_saved")
+    smoothing = {name: given.pop(name) for name in of_smoothing if name in given}
+    if half_life := given.pop("smoothing", beside.get("smoothing", 0.0)):
+        smoothing = {"smoothing_of": "bounds", **smoothing}
     try:
         config = replace(ClipConfig.preset(preset), **given)
     except ValueError as error:
         raise FlagError(f"--bapo.{error}") from None
+    _check_smoothing(config, half_life, smoothing, scope)
 
-    if preset == "released" and values.get("actor.dual_clip") is None:
-        values["actor.dual_clip"] = _RELEASED_DUAL_CLIP
+    if "dual_clip" in beside and values.get("actor.dual_clip") is None:
+        values["actor.dual_clip"] = beside["dual_clip"]
     if values.get("actor.entropy_coef") is None:
         values["actor.entropy_coef"] = 0.0  # log the entropy, which BAPO is there to keep; no bonus
     resolved = {field.name: getattr(config, field.name) for field in fields(config)}
-    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight}
+    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight, "smoothing": half_life, **smoothing}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: str) -> None:
+    if not 0 <= half_life < math.inf:
+        raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
+    if half_life == 0:
+        if given:
+            name, value = next(iter(given.items()))
+            raise FlagError(f"--bapo.{name} {value}: allowed only with --bapo.smoothing above 0")
+        return
+    if scope == "micro_batch":
+        raise FlagError(f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {scope}")
+    try:
+        SteadyBounds(config, _smoothing_config(half_life, given))
+    except ValueError as error:
+        raise FlagError(f"--bapo.smoothing_{error}") from None
+
+
+def _smoothing_config(half_life: float, given: dict) -> SmoothingConfig:
+    start = given.get("smoothing_start")
+    return SmoothingConfig(half_life, given["smoothing_of"], None if start is None else tuple(start))
 
 
 def _resolve_off_policy(values: dict, policy_loss: str) -> None:
@@ -308,6 +366,11 @@ def partial_config_from_args(partial: Namespace) -> PartialConfig:
 def clip_config_from_args(bapo: Namespace) -> ClipConfig:
     """The search's settings from `args.bapo`, as `resolve_flags` left them."""
     return ClipConfig(**{field.name: getattr(bapo, field.name) for field in fields(ClipConfig)})
+
+
+def smoothing_config_from_args(bapo: Namespace) -> SmoothingConfig | None:
+    """How slowly the bounds follow, from `args.bapo`; None: found anew in every update."""
+    return _smoothing_config(bapo.smoothing, vars(bapo)) if bapo.smoothing else None
 
 
 def exit_with_one_line(message: str) -> NoReturn:

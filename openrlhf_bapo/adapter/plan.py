@@ -293,13 +293,13 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Optimizer steps of a training step before which all their tokens go through a forward without gradient.
 
     With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts whose denominators
-    the same weights have just computed (`BapoActorTrainer._before_update`).
+    the same weights have just computed (`BapoActorTrainer._before_update`). With `--bapo.smoothing` none.
 
     Args:
         args: as `arguments.parse` gives them.
         length: mean tokens of a sample, by which dynamic batches are cut.
     """
-    if args.policy_loss != "bapo" or args.bapo.scope != "update":
+    if args.policy_loss != "bapo" or args.bapo.scope != "update" or args.bapo.smoothing:
         return 0
     setup = training_setup(args)
     gpus_per_sample = setup.ring_attn_size * setup.tensor_parallel_size

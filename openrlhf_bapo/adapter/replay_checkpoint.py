@@ -1,16 +1,22 @@
-"""Our pools beside OpenRLHF's checkpoints: for every CKPT_PATH/_actor/TAG the replay pool in CKPT_PATH/_replay/TAG, and
-under a token budget the unfinished responses in CKPT_PATH/_partial/TAG."""
+"""Our state beside OpenRLHF's checkpoints: for every CKPT_PATH/_actor/TAG the replay pool in CKPT_PATH/_replay/TAG,
+under a token budget the unfinished responses in CKPT_PATH/_partial/TAG, and with `--bapo.smoothing` the bounds in
+CKPT_PATH/_steady/TAG."""
 
 import argparse
 import hashlib
 import json
 import shutil
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
-from openrlhf_bapo.adapter.flags import partial_config_from_args, replay_config_from_args
+import torch
+
+from openrlhf_bapo.adapter.flags import clip_config_from_args, partial_config_from_args, replay_config_from_args
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError
+from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
+
+STEADY_FORMAT_VERSION = 1
 
 
 def pool_directory(ckpt_path: str, kind: str = "_replay") -> Path | None:
@@ -80,13 +86,14 @@ def check_saved_pools(args: argparse.Namespace) -> None:
         args: flat, names with dots.
 
     Raises:
-        ReplayPoolError: as `load_saved_pool` and `load_unfinished`.
+        ReplayPoolError: as `load_saved_pool`, `load_unfinished` and `load_steady_bounds`.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
     load_saved_pool(nested)
     load_unfinished(nested)
+    load_steady_bounds(nested)
 
 
 def save_pools(trainer) -> None:
@@ -105,12 +112,47 @@ def save_pools(trainer) -> None:
         _save(maker.unfinished, path, "_partial", state, _partial_fingerprint(args))
 
 
+def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
+    """Write `SteadyBounds.state_dict()` for the checkpoint TAG that OpenRLHF is about to write.
+
+    Before it, so that a run that is killed in between leaves a state too many, never a checkpoint without one.
+    """
+    directory = Path(args.ckpt.path, "_steady", tag)
+    record = {"format_version": STEADY_FORMAT_VERSION, "fingerprint": _steady_fingerprint(args)}
+    write_directory(directory, {name: value.cpu().contiguous() for name, value in state.items()}, record)
+    _remove_pruned(args.ckpt.path, directory)
+
+
+def load_steady_bounds(args: Namespace) -> dict[str, torch.Tensor] | None:
+    """The state for the checkpoint that `--ckpt.load_enable` resumes; None where none is wanted.
+
+    Raises:
+        ReplayPoolError: if it cannot be used; one line that says what to do.
+    """
+    bapo = vars(args.bapo)
+    if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):
+        return None
+    if (directory := pool_directory(args.ckpt.path, "_steady")) is None:
+        return None
+    return read_directory(directory, STEADY_FORMAT_VERSION, _steady_fingerprint(args), "--bapo.discard_saved")[0]
+
+
+def _steady_fingerprint(args: Namespace) -> dict[str, str]:
+    settings = asdict(clip_config_from_args(args.bapo)) | {"smoothing_of": args.bapo.smoothing_of}
+    return {f"--bapo.{name}": str(value) for name, value in settings.items()}
+
+
 def _save(pool: ReplayPool | PartialPool, path: str, kind: str, state: dict, shared: dict[str, str]) -> None:
     directory = pool_directory(path, kind)
     pool.save(directory, state, shared)
-    for saved in directory.parent.iterdir():
-        if not Path(path, "_actor", saved.name).exists():
-            shutil.rmtree(saved)  # OpenRLHF has pruned its checkpoint
+    _remove_pruned(path, directory)
+
+
+def _remove_pruned(path: str, written: Path) -> None:
+    """Remove what lies beside `written` for checkpoints that OpenRLHF has pruned."""
+    for saved in written.parent.iterdir():
+        if saved != written and not Path(path, "_actor", saved.name).exists():
+            shutil.rmtree(saved)
 
 
 def last_checkpoint(ckpt_path: str) -> int | None:

@@ -68,7 +68,7 @@ class ClipConfig:
 
     @classmethod
     def preset(cls, name: str) -> "ClipConfig":
-        """The settings of a published recipe: "readme", "paper", "octothinker" or "released".
+        """The settings of a published recipe ("readme", "paper", "octothinker", "released"), or ours ("steady").
 
         Raises:
             ValueError: for another name.
@@ -142,6 +142,7 @@ PRESETS = {
         order="lower_first",
         target_kind="ratio",
     ),
+    "steady": ClipConfig(contribution="gradient"),
 }
 
 

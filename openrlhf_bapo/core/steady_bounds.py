@@ -79,10 +79,10 @@ class SteadyBounds:
             tally: of all tokens of the update, on all ranks.
         """
         found = wanted = solve_clip_bounds(tally, self.config)
-        self.lower, self.upper = self.lower.to(tally.sums.device), self.upper.to(tally.sums.device)
+        self.to(tally.sums.device)
         weight = (1 - self._keep) * found.initial_share.isfinite().double()
         if self.smoothing.of == "tally":
-            before = tally.sums.new_zeros(()) if self._tally is None else self._tally.sums.to(tally.sums.device)
+            before = tally.sums.new_zeros(()) if self._tally is None else self._tally.sums
             # Of weights that sum to less than 1 at first: shares do not change with the scale.
             self._tally = ContributionTally(before + weight * (tally.sums - before))
             wanted = solve_clip_bounds(self._tally, self.config)
@@ -92,6 +92,10 @@ class SteadyBounds:
         self.lower = (self.lower + weight * (wanted.lower - self.lower)).clamp(lower_start, lower_max)
         self.upper = (self.upper + weight * (wanted.upper - self.upper)).clamp(upper_start, upper_max)
         return found
+
+    def to(self, device: torch.device) -> None:
+        """Keep the bounds there, where the tallies are."""
+        self.load_state_dict({name: value.to(device) for name, value in self.state_dict().items()})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a resumed run needs to go on with the same bounds."""
