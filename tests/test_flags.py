@@ -120,7 +120,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         ),
         (
             dict(partial__token_budget=9, rollout__vllm_generate_batch_size=32, train__async_enable=True),
-            "--rollout.vllm_generate_batch_size 32: .*--partial.oversample.*--rollout.batch_size 16",
+            "--rollout.vllm_generate_batch_size 32: --partial.token_budget.*--rollout.batch_size 16",
         ),
         (
             dict(partial__token_budget=9, data__max_images_per_prompt=1),
@@ -174,6 +174,7 @@ DEFAULTS = {
     "bapo.smoothing_start": None,
     "bapo.discard_saved": None,
     "offpolicy.ratio_base": None,
+    "offpolicy.lag": 0,
     "replay.ratio": 0.0,
     "replay.capacity": 1024,
     "replay.max_staleness": 4,

@@ -372,7 +372,9 @@ def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(d
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     message = refusal(flags)
-    assert f"{len(generator.pool)} prompts with unfinished responses; give --partial.token_budget" in message
+    assert (
+        f"{len(generator.pool)} prompts with responses that were not trained on; give --partial.token_budget" in message
+    )
     assert "--partial.discard_saved" in message
     pipeline.parse([*flags, "--partial.discard_saved"])
     budget = [*flags, "--partial.token_budget", "5"]

@@ -18,6 +18,9 @@ SCOPES = ("update", "micro_batch")
 TOKEN_WEIGHTS = ("none", "rollout_prob")
 RATIO_BASES = ("auto", "recomputed", "rollout")
 
+_UNCUT = 2**31 - 1
+"""A token budget that no response spends."""
+
 _OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
 
 # What a preset sets beside its ClipConfig; the released recipe searches per micro-batch.
@@ -125,6 +128,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the ratio's denominator for fresh samples: recomputed by the actor (as OpenRLHF does), or the rollout "
         "engine's own; auto (with bapo the default): rollout in async training, else recomputed",
+    )
+    group.add_argument(
+        "--offpolicy.lag",
+        type=int,
+        default=0,
+        help="train every rollout so many rollouts after it was made (sync training): exact staleness, for studies (0)",
     )
     defaults = ReplayConfig()
     for name, text in _REPLAY_HELP.items():
@@ -265,15 +274,16 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
 
     Leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way.
     """
+    if lag := values["offpolicy.lag"]:
+        _resolve_lag(values, lag)
     replay, partial = (_config(kind, values, group) for kind, group in _OFF_POLICY_GROUPS)
     base = values["offpolicy.ratio_base"]
     is_async = values.get("train.async_enable", False)
     if base is None and (policy_loss == "bapo" or replay.ratio or partial.token_budget):
         base = "auto"
     if base == "recomputed" and partial.token_budget:
-        raise FlagError(
-            "--offpolicy.ratio_base recomputed: hides the staleness of --partial.token_budget; allowed: auto, rollout"
-        )
+        flag = "--offpolicy.lag" if lag else "--partial.token_budget"
+        raise FlagError(f"--offpolicy.ratio_base recomputed: hides the staleness of {flag}; allowed: auto, rollout")
     if base == "recomputed" and is_async:
         raise FlagError(
             "--offpolicy.ratio_base recomputed: hides the staleness of --train.async_enable; allowed: auto, rollout"
@@ -319,9 +329,23 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
         raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")
 
 
+def _resolve_lag(values: dict, lag: int) -> None:
+    """Rollouts that wait are a token budget that nothing spends."""
+    if lag < 0:
+        raise FlagError(f"--offpolicy.lag {lag}: a number of rollouts; allowed: 0 and above")
+    if values.get("train.async_enable"):
+        raise FlagError(f"--offpolicy.lag {lag}: allowed without --train.async_enable, which has a queue of its own")
+    defaults = PartialConfig()
+    for name in ("token_budget", "oversample", "max_segments", "max_staleness", "on_stale"):
+        if (value := values[f"partial.{name}"]) != getattr(defaults, name):
+            raise FlagError(f"--partial.{name} {value}: allowed without --offpolicy.lag, which is {lag}")
+    values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
+
+
 def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_correction_level: str) -> None:
-    """Refuse what a token budget cannot go with."""
-    flag = f"--partial.token_budget {token_budget}"
+    """Refuse what a token budget, or a lag, cannot go with."""
+    lag = values["offpolicy.lag"]
+    flag = f"--offpolicy.lag {lag}" if lag else f"--partial.token_budget {token_budget}"
     if policy_loss == "gspo":
         raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, which is gspo")
     if is_correction_level != "off":
@@ -330,14 +354,13 @@ def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_co
             f"second time in resumed responses; allowed with {flag}: off"
         )
     if values.get("train.agent_func_path"):
-        raise FlagError(f"{flag}: an agent's turns cannot be cut; allowed without --train.agent_func_path")
+        raise FlagError(f"{flag}: an agent's turns cannot be kept; allowed without --train.agent_func_path")
     if values.get("data.max_images_per_prompt"):
         raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
     if (values.get("rollout.vllm_generate_batch_size") or 0) > values.get("rollout.batch_size", 0):
         raise FlagError(
-            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: with {flag} "
-            f"--partial.oversample says how many prompts are in flight; allowed: --rollout.batch_size "
-            f"{values['rollout.batch_size']}"
+            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: {flag} says how many "
+            f"prompts are in flight; allowed: --rollout.batch_size {values['rollout.batch_size']}"
         )
 
 

@@ -120,7 +120,7 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     _count_steps(plan, args)
     if plan.problems:
         return plan  # sizes that do not divide have no memory to plan
-    if args.partial.token_budget:
+    if args.partial.token_budget and not args.offpolicy.lag:
         _reckon_token_budget(plan, args, shape)
     if cache.fits:
         _reckon_times(plan, args, shape, machine)
@@ -268,6 +268,10 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     if args.replay.ratio:
         staleness["replayed samples"] = args.replay.max_staleness
     facts["staleness in policy versions"] = ", ".join(f"at most {n} of {what}" for what, n in staleness.items())
+    if lag := args.offpolicy.lag:
+        facts["lag"] = (
+            f"{lag} rollouts wait ({lag * num_prompts:,} prompts); staleness is {lag} from training step {lag} on"
+        )
     if args.train.partial_rollout_enable:
         facts["partial rollouts"] = "a response goes on across weight updates; its tokens know their versions"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"

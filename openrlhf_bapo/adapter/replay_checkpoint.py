@@ -62,9 +62,12 @@ def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
     directory = pool_directory(args.ckpt.path, "_partial")
     if not args.partial.token_budget:
         if directory is not None and (record := directory / "pool.json").exists():
-            if num_groups := len(json.loads(record.read_text())["groups"]):
+            saved = json.loads(record.read_text())
+            if num_groups := len(saved["groups"]):
+                lag = saved["fingerprint"].get("--offpolicy.lag")
+                flag = f"--offpolicy.lag {lag}" if lag else "--partial.token_budget"
                 raise ReplayPoolError(
-                    f"{record} holds {num_groups} prompts with unfinished responses; give --partial.token_budget, or "
+                    f"{record} holds {num_groups} prompts with responses that were not trained on; give {flag}, or "
                     f"pass {DISCARD_FLAG} to train without them"
                 )
         return None
@@ -76,7 +79,8 @@ def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
 
 
 def _partial_fingerprint(args: Namespace) -> dict[str, str]:
-    return fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+    shared = fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+    return shared | {"--offpolicy.lag": str(args.offpolicy.lag)} if args.offpolicy.lag else shared
 
 
 def check_saved_pools(args: argparse.Namespace) -> None:
