@@ -54,4 +54,4 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
 
 target=()
 if [[ $METHOD = bapo* && ${PRESET:-readme} = readme ]]; then target=(--target 0.5); fi
-.venv/bin/openrlhf-bapo plot "$run/tensorboard" "$run/curves.png" "${target[@]}"
+.venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"

@@ -1,13 +1,9 @@
-"""What a person sees of a run: a line a step, and the curves."""
+"""What a person sees of a run: a line a step."""
 
 import subprocess
 import sys
 
-import pytest
-from matplotlib import pyplot
-from torch.utils.tensorboard import SummaryWriter
-
-from openrlhf_bapo.cli import plot, progress
+from openrlhf_bapo.cli import progress
 
 STEP = (
     "(PPOTrainer pid=1) INFO 11-20 ppo_trainer.py:551] Global step 7: {'rollout/reward_mean': 0.25, "
@@ -41,27 +37,3 @@ def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
 def test_a_run_that_finished_no_step_shows_its_last_lines(tmp_path):
     run = follow(tmp_path, "starting\nTraceback: something broke\n")
     assert "something broke" in run.stderr
-
-
-def test_the_picture_holds_every_curve_that_was_logged_and_the_target(tmp_path, monkeypatch):
-    tags = [tag for _, panel in plot._PANELS for tag in panel] + ["eval/eval_sums_pass1"]
-    curves = {tag: [place + step / 8 for step in range(5)] for place, tag in enumerate(tags)}
-    writer = SummaryWriter(tmp_path / "tensorboard")
-    for tag, values in curves.items():
-        for step, value in enumerate(values):
-            writer.add_scalar(tag, value, step)
-    writer.close()
-    assert plot.read_scalars(tmp_path) == {tag: ([0, 1, 2, 3, 4], values) for tag, values in curves.items()}
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    plot.main([str(tmp_path / "tensorboard"), str(tmp_path / "curves.png"), "--target", "0.45"])
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    drawn = [line for axis in figures[0].axes for line in axis.lines]
-    assert all(any(list(line.get_ydata()) == values for line in drawn) for values in curves.values())
-    assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
-
-
-def test_a_folder_without_a_log_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        plot.main([str(tmp_path), str(tmp_path / "curves.png")])
-    assert "no TensorBoard scalars" in capsys.readouterr().err
