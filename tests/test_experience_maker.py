@@ -220,7 +220,7 @@ def test_without_replay_a_training_step_has_the_fresh_samples(tmp_path):
 def test_the_pool_has_the_flags_settings(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
     assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
-    assert (maker.policy_version, maker.version_offset, maker.last_checkpoint, maker.unfinished) == (0, 0, None, None)
+    assert (maker.policy_version, maker.version_offset, maker.unfinished) == (0, 0, None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -398,3 +398,44 @@ def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
     maker.make_experience_batch(samples)
     metrics = maker.metrics()
     assert (metrics["replay/groups_skipped"], metrics["replay/groups_added"]) == (1, 3)
+
+
+# ---- checkpoints ----
+
+
+def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_path):
+    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, remove_pruned
+    from openrlhf_bapo.adapter.trainer import _save_pools_first
+
+    maker = make_maker(tmp_path, replay__ratio=0.5, ckpt__path=tmp_path / "ckpt")
+    maker.make_experience_batch(rollout(maker))
+    publish(maker, 3)
+    actors = tmp_path / "ckpt/_actor"
+    written = []
+
+    def save_checkpoint(method_name: str, tag: str = "", **_) -> None:
+        if method_name == "save_checkpoint":
+            written.append((tag, (tmp_path / "ckpt/_replay" / tag / "pool.json").exists()))
+            (actors / tag).mkdir(parents=True)
+            (actors / "latest").write_text(tag)
+
+    trainer = Namespace(experience_maker=maker, args=maker.args, actor_model_group=Namespace())
+    trainer.actor_model_group.async_run_method = save_checkpoint
+    _save_pools_first(trainer)
+    trainer.actor_model_group.async_run_method("fit")
+    for tag in ("global_step2", "best_global_step4"):
+        trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag=tag, client_states={})
+    assert written == [("global_step2", True), ("best_global_step4", True)]
+    maker.args.ckpt.load_enable = True
+    pool, state = load_saved_pool(maker.args)
+    assert (len(pool), state["policy_version"]) == (len(maker.pool), 3)
+
+    (actors / "global_step2").rmdir()  # as OpenRLHF prunes
+    (tmp_path / "ckpt/_replay/best_global_step4").rename(tmp_path / "ckpt/_replay/best_global_step4.old")
+    remove_pruned(maker.args)
+    assert [path.name for path in (tmp_path / "ckpt/_replay").iterdir()] == ["best_global_step4.old"]
+    assert len(load_saved_pool(maker.args)[0]) == len(maker.pool)
+
+    maker.args.ckpt.disable_ds = True
+    trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag="global_step9")
+    assert written[-1] == ("global_step9", False)

@@ -47,8 +47,6 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.pool = None
         if self.args.replay.ratio:
             self.pool = ReplayPool(replay_config_from_args(self.args.replay))
-        self.last_checkpoint: int | None = None
-        """When OpenRLHF's latest checkpoint was written, of those that the pool has followed."""
         self.fresh: list[Experience] = []
         """The last training step's fresh samples, which the rollout statistics describe."""
         self.unfinished: PartialPool | None = None

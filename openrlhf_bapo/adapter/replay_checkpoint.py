@@ -16,6 +16,7 @@ from openrlhf_bapo.adapter.flags import clip_config_from_args, partial_config_fr
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
 
+KINDS = ("_replay", "_partial", "_steady")
 STEADY_FORMAT_VERSION = 1
 
 
@@ -100,31 +101,28 @@ def check_saved_pools(args: argparse.Namespace) -> None:
     load_steady_bounds(nested)
 
 
-def save_pools(trainer) -> None:
-    """Beside every checkpoint that OpenRLHF has just written, known by a newer file `latest`."""
+def save_pools(trainer, tag: str) -> None:
+    """Write the pools for the checkpoint TAG that OpenRLHF is about to write.
+
+    Before it, as `save_steady_bounds`: a run that is killed in between leaves a pool too many, and never a checkpoint
+    without its own.
+    """
     maker, args = trainer.experience_maker, trainer.args
-    path = args.ckpt.path
-    written = last_checkpoint(path)
-    if written == maker.last_checkpoint:
-        return
-    maker.last_checkpoint = written
+    if args.ckpt.disable_ds:
+        return  # no checkpoint to resume
     state = {"policy_version": maker.policy_version, "steps_by_version": maker.steps_by_version}
     if maker.pool is not None:
-        _save(maker.pool, path, "_replay", state, fingerprint(args))
+        maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, fingerprint(args))
     if maker.unfinished is not None:
         state["version_offset"] = maker.version_offset
-        _save(maker.unfinished, path, "_partial", state, _partial_fingerprint(args))
+        maker.unfinished.save(Path(args.ckpt.path, "_partial", tag), state, _partial_fingerprint(args))
 
 
 def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
-    """Write `SteadyBounds.state_dict()` for the checkpoint TAG that OpenRLHF is about to write.
-
-    Before it, so that a run that is killed in between leaves a state too many, never a checkpoint without one.
-    """
-    directory = Path(args.ckpt.path, "_steady", tag)
+    """Write `SteadyBounds.state_dict()` for the checkpoint TAG that OpenRLHF is about to write."""
     record = {"format_version": STEADY_FORMAT_VERSION, "fingerprint": _steady_fingerprint(args)}
-    write_directory(directory, {name: value.cpu().contiguous() for name, value in state.items()}, record)
-    _remove_pruned(args.ckpt.path, directory)
+    columns = {name: value.cpu().contiguous() for name, value in state.items()}
+    write_directory(Path(args.ckpt.path, "_steady", tag), columns, record)
 
 
 def load_steady_bounds(args: Namespace) -> dict[str, torch.Tensor] | None:
@@ -146,29 +144,18 @@ def _steady_fingerprint(args: Namespace) -> dict[str, str]:
     return {f"--bapo.{name}": str(value) for name, value in settings.items()}
 
 
-def _save(pool: ReplayPool | PartialPool, path: str, kind: str, state: dict, shared: dict[str, str]) -> None:
-    directory = pool_directory(path, kind)
-    pool.save(directory, state, shared)
-    _remove_pruned(path, directory)
-
-
-def _remove_pruned(path: str, written: Path) -> None:
-    """Remove what lies beside `written` for checkpoints that OpenRLHF has pruned."""
-    for saved in written.parent.iterdir():
-        if saved != written and not Path(path, "_actor", saved.name).exists():
-            shutil.rmtree(saved)
-
-
-def last_checkpoint(ckpt_path: str) -> int | None:
-    """When OpenRLHF wrote its latest checkpoint (nanoseconds of the file system's clock); None: never."""
-    latest = Path(ckpt_path, "_actor", "latest")
-    return latest.stat().st_mtime_ns if latest.exists() else None
+def remove_pruned(args: Namespace) -> None:
+    """Remove our state of checkpoints that OpenRLHF has pruned."""
+    for kind in KINDS:
+        for saved in Path(args.ckpt.path, kind).glob("*"):
+            # X.old is what an interrupted save of X left (`write_directory`).
+            if not Path(args.ckpt.path, "_actor", saved.name.removesuffix(".old")).exists():
+                shutil.rmtree(saved)
 
 
 def load_pools(trainer) -> None:
     """Give the trainer of a resumed run its pools and policy version back."""
     maker = trainer.experience_maker
-    maker.last_checkpoint = last_checkpoint(trainer.args.ckpt.path)
     state = None
     if (loaded := load_saved_pool(trainer.args)) is not None:
         maker.pool, state = loaded

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, save_pools
+from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
 
 
 def use_off_policy_parts(trainer_module: ModuleType) -> None:
@@ -27,9 +27,10 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
-    _after(trainer, "save_logs_and_checkpoints", save_pools)
-    _after(trainer, "save_best_checkpoint", save_pools)
     _after(trainer, "init_checkpoint_states", load_pools)
+    _after(trainer, "init_checkpoint_states", _save_pools_first)
+    for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
+        _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
 
 
@@ -66,6 +67,19 @@ def _after(trainer: type, name: str, action) -> None:
         return result
 
     setattr(trainer, name, method)
+
+
+def _save_pools_first(trainer) -> None:
+    """Let our pools be written before each of OpenRLHF's checkpoints."""
+    actors = trainer.actor_model_group
+    upstream = actors.async_run_method
+
+    def async_run_method(method_name: str, *args, **kwargs):
+        if method_name == "save_checkpoint":
+            save_pools(trainer, kwargs["tag"])
+        return upstream(method_name, *args, **kwargs)
+
+    actors.async_run_method = async_run_method
 
 
 def _counting_optimizer_steps(ppo_train):
