@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from argparse import Namespace
 from dataclasses import fields, replace
@@ -170,10 +169,6 @@ def resolve_flags(args: Namespace) -> None:
         raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
-    for url in (values.get("reward.remote_url") or "").split(","):
-        # OpenRLHF would wait for ever for an engine that cannot load it.
-        if url.endswith(".py") and not os.path.isfile(url):
-            raise FlagError(f"--reward.remote_url {url}: no such file; allowed: a reward-function file, or http URLs")
     _resolve_off_policy(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"

@@ -10,7 +10,7 @@ from openrlhf_bapo.adapter.arguments import run_upstream
 
 def main(argv: list[str] | None = None) -> None:
     """Train. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2."""
-    run_upstream(sys.argv[1:] if argv is None else argv, prepare=_prepare_ray)
+    run_upstream(sys.argv[1:] if argv is None else argv, prepare=_prepare_ray, start=lambda: None)
 
 
 def _prepare_ray(args: argparse.Namespace) -> None:
