@@ -4,13 +4,46 @@ import argparse
 import functools
 import os
 import sys
+import traceback
+from typing import NoReturn
 
 from openrlhf_bapo.adapter.arguments import run_upstream
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2."""
-    run_upstream(sys.argv[1:] if argv is None else argv, prepare=_prepare_ray, start=lambda: None)
+    """Train. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2.
+
+    Whatever else ends it, the last lines on stderr say why and what is saved, and the exit code is 1.
+    """
+    values = {}
+    started = []
+
+    def prepare(args: argparse.Namespace) -> None:
+        _prepare_ray(args)
+        values.update(vars(args))
+
+    try:
+        run_upstream(sys.argv[1:] if argv is None else argv, prepare, start=lambda: started.append(True))
+    except BaseException as error:
+        if not started or isinstance(error, SystemExit):
+            raise
+        _end(error, values)
+    print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
+
+
+def _end(error: BaseException, values: dict) -> NoReturn:
+    """Say what has ended the run, after all that its processes say."""
+    import ray
+
+    from openrlhf_bapo.adapter.failures import describe_failure
+
+    traceback.print_exception(error)
+    lines = describe_failure(error, values)
+    ray.shutdown()  # nobody prints any more
+    sys.stdout.flush()
+    for line in lines:
+        print(f"openrlhf-bapo: {line}", file=sys.stderr, flush=True)
+    sys.exit(1)
 
 
 def _prepare_ray(args: argparse.Namespace) -> None:
