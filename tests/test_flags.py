@@ -158,6 +158,7 @@ DEFAULTS = {
     "replay.seed": 0,
     "replay.discard_saved": False,
     "eval.at_start": False,
+    "ckpt.on_interrupt": True,
     "partial.token_budget": 0,
     "partial.oversample": 1.5,
     "partial.max_segments": 0,

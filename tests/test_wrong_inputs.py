@@ -18,6 +18,7 @@ import torch
 
 from openrlhf_bapo.adapter import arguments, checks, input_files
 from openrlhf_bapo.adapter.replay_checkpoint import _replay_fingerprint
+from openrlhf_bapo.cli import evaluate
 from openrlhf_bapo.core.replay_pool import Group, ReplayConfig, ReplayPool
 
 HAS_GPU = torch.cuda.is_available()
@@ -643,6 +644,18 @@ def test_more_gpus_than_there_are_is_a_line_with_who_asks_for_them(asked, num_gp
     with pytest.raises(checks.FlagError, match=f"{flag}: the run asks for {sum(asked.values())} GPUs .*the 8 of"):
         checks.check_gpus(asked, num_gpus)
     checks.check_gpus(asked, sum(asked.values()))
+
+
+@pytest.mark.parametrize("row", ["no config", "no tokenizer", "neither EOS nor pad", "no weights", "empty weights"])
+def test_an_evaluation_says_the_same_of_its_model(directory, monkeypatch, capsys, row):
+    fault, (*_, said) = FILES[row]
+    fault(directory, monkeypatch)
+    files = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", directory / "out"]
+    with pytest.raises(SystemExit) as exit_:
+        evaluate.main([*map(str, files)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and line.startswith("openrlhf-bapo: --model ") and said in line
+    assert not (directory / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

@@ -7,9 +7,12 @@ import errno
 import functools
 import re
 import shutil
+import signal
 import traceback
 from pathlib import Path
 from types import ModuleType
+
+from openrlhf_bapo.adapter.interrupts import Interrupted
 
 PROCESSES = {
     "RolloutRayActor": "a rollout engine",
@@ -29,17 +32,18 @@ FAILED_REWARD = "reward_failure"
 _LITTLE_SPACE = 64 << 20  # bytes; a disk that is full has often a little left
 
 
-def describe_failure(error: BaseException, args: dict) -> list[str]:
+def describe_failure(error: BaseException, args: dict, signals: list[int]) -> list[str]:
     """Two lines: the cause, and what was saved and how to go on.
 
     Args:
         error: what ended the run.
         args: flat, names with dots.
+        signals: those that came before it.
     """
     folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
     full = [name for folder in folders if folder and (name := _full_disk(folder))]
-    cause = _in_words(_innermost(error))
-    return [f"the run has ended: {'; '.join([cause, *dict.fromkeys(full)])}", _what_is_saved(args)]
+    cause, names = _in_words(_innermost(error)), [signal.Signals(number).name for number in signals]
+    return [f"the run has ended: {'; '.join([', '.join([*names, cause]), *dict.fromkeys(full)])}", _what_is_saved(args)]
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -60,7 +64,9 @@ def _in_words(error: BaseException) -> str:
             return f"{_process(text)} did not start: {lines[-1]}"  # Ray has put the traceback into the text
         return f"{_process(text)} died; killed from outside, by a lack of memory (see dmesg), or crashed"
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return "at once"
+    if isinstance(error, Interrupted):
+        return text
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"a disk is full: {text}"
     if type(error) is RuntimeError and text.startswith("--"):
@@ -71,9 +77,9 @@ def _in_words(error: BaseException) -> str:
 def _process(text: str) -> str:
     """The process that Ray's message about a dead actor speaks of; its exception has the actor's id alone."""
     found = {key: match[1] for key in ("class_name", "pid", "ip") if (match := re.search(rf"\b{key}: (\S+)", text))}
-    name = found.get("class_name") or next((name for name in PROCESSES if name in text), "a Ray actor")
-    where = ", ".join(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)
-    return f"{PROCESSES.get(name, name)} ({', '.join(filter(None, [name, where]))})"
+    name = found.get("class_name") or next((name for name in PROCESSES if name in text), None)
+    which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
+    return PROCESSES.get(name, "a Ray actor") + (f" ({', '.join(which)})" if which else "")
 
 
 def _full_disk(folder: str) -> str:

@@ -130,6 +130,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --ckpt.load_enable: start without the saved unfinished responses",
     )
     parser.add_argument(
+        "--ckpt.on_interrupt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="SIGTERM and Ctrl-C finish the training step and write a checkpoint; a second signal ends at once",
+    )
+    parser.add_argument(
         "--eval.at_start",
         action="store_true",
         help="also evaluate before the first update, logged as step 0 (sync training)",

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import torch
 
+from openrlhf_bapo.adapter.interrupts import end_when_interrupted
 from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, save_pools
 
 
@@ -30,6 +31,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     _after(trainer, "save_logs_and_checkpoints", save_pools)
     _after(trainer, "save_best_checkpoint", save_pools)
     _after(trainer, "init_checkpoint_states", load_pools)
+    end_when_interrupted(trainer)  # after the pools are saved
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
 
 

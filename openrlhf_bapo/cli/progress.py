@@ -4,6 +4,7 @@ import argparse
 import ast
 import collections
 import re
+import signal
 import sys
 import time
 
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--every", type=int, default=1, help="show every N-th step")
     args = parser.parse_args(argv)
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the command decides when the output ends
     start, last, finished_steps = time.monotonic(), collections.deque(maxlen=_LINES_AT_FAILURE), 0
     evaluations, is_complete = [], False
     with open(args.log, "w") as log:
