@@ -12,6 +12,7 @@ import pipeline
 import psutil
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_bapo.adapter.failures import describe_failure
 from openrlhf_bapo.adapter.interrupts import Interrupted
@@ -203,6 +204,7 @@ ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir":
         (ValueError("\n\n  first\nsecond"), "ValueError: first"),
         (ValueError(), "ValueError"),
         (ActorDiedError(), "a Ray actor died; killed from outside"),
+        (EngineDeadError(), "a rollout engine (vLLM's EngineCore) died; killed from outside"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )

@@ -59,10 +59,11 @@ def _in_words(error: BaseException) -> str:
 
     text = str(error).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    if isinstance(error, RayActorError):
-        if error.actor_init_failed:
-            return f"{_process(text)} did not start: {lines[-1]}"  # Ray has put the traceback into the text
-        return f"{_process(text)} died; killed from outside, by a lack of memory (see dmesg), or crashed"
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"{_process(text)} did not start: {lines[-1]}"  # Ray has put the traceback into the text
+    if isinstance(error, RayActorError) or type(error).__name__ == "EngineDeadError":  # vLLM's
+        process = _process(text) if isinstance(error, RayActorError) else "a rollout engine (vLLM's EngineCore)"
+        return f"{process} died; killed from outside, by a lack of memory (see dmesg), or crashed"
     if isinstance(error, KeyboardInterrupt):
         return "at once"
     if isinstance(error, Interrupted):

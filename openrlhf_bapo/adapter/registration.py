@@ -76,13 +76,15 @@ def _accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
 
 
 def _end_with_the_actor(_: ModuleType) -> None:
-    """Let an engine's process end when the Ray actor that started it is gone, however that happened.
+    """Let an engine's process end when the Ray actor that started it is gone, however that happened, and not before.
 
-    vLLM 0.29's would go on without it and keep its memory (its issue 55510).
+    vLLM 0.29's would go on without it and keep its memory (its issue 55510), and end at a terminal's Ctrl-C, which
+    Ray's own processes leave to the command.
     """
     actor = multiprocessing.parent_process()
     if actor is None or "RAY_JOB_ID" not in os.environ:
         return  # no process that Ray's worker started through multiprocessing
+    os.setpgid(0, 0)
 
     def watch() -> None:
         actor.join()

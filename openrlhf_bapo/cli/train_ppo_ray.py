@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import signal
 import sys
 import traceback
 from typing import NoReturn
@@ -16,6 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     Whatever else ends it, the last lines on stderr say why and what is saved, and the exit code is 1; 143 after SIGTERM
     and 130 after Ctrl-C.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command starts with none
     values, signals, started = {}, [], []
 
     def prepare(args: argparse.Namespace) -> None:
@@ -25,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run_upstream(sys.argv[1:] if argv is None else argv, prepare, start=lambda: started.append(True))
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not started:
+            sys.exit(128 + signal.SIGINT)
         if not started or isinstance(error, SystemExit):
             raise
         _end(error, values, signals)
