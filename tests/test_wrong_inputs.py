@@ -81,7 +81,9 @@ VALUES = [
     ("ds.attn_implementation", "flash", "allowed: eager, sdpa, "),
     ("ckpt.best_metric_key", "reward", "allowed: none, or a metric of the evaluation"),
     ("data.input_template", "Question:", "allowed: a text with {} for the input"),
-    ("data.input_template", "{} and {name}", "allowed: a text with {} for the input"),
+    ("data.input_template", "{} and {name}", "allowed: a text with {} for the input, other braces doubled"),
+    ("data.input_template", "{} and {}", "allowed: a text with {} for the input"),
+    ("data.input_template", "\\boxed{{}}", "allowed: a text with {} for the input"),
     ("data.prompt_probs", "0.5,0.5", "allowed: 1 numbers, one for each data set, that add up to 1"),
     ("data.prompt_probs", "half", "allowed: 1 numbers, one for each data set, that add up to 1"),
     # How OpenRLHF's parser says it.
@@ -593,6 +595,7 @@ def test_what_is_probably_a_mistake_is_one_warning(directory, monkeypatch, row):
         dict(ckpt__save_steps=-1, eval__steps=-1, actor__adam__lr=0),
         dict(algo__advantage__estimator="gae", algo__kl__init_coef=0.1),
         dict(ckpt__path="made/by/the/run"),
+        dict(data__input_template="Q: {} Put it into \\boxed{{}}.", ds__grad_accum_dtype="float32"),
     ],
     ids=lambda changes: " ".join(changes),
 )

@@ -88,14 +88,13 @@ _TEXTS = (
     ("0, 1, 2, 3", "[0-3]", "ds.zero_stage"),
     (", ".join(_SCHEDULERS), "|".join(_SCHEDULERS), "actor.lr_scheduler critic.lr_scheduler"),
     ("nccl, gloo", "nccl|gloo", "vllm.sync_backend"),
-    ("bf16, fp16, fp32", "bf16|fp16|fp32", "ds.grad_accum_dtype"),
+    ("bf16, fp16, fp32", "bf16|fp16|fp32|bfloat16|float16|float32", "ds.grad_accum_dtype"),
     (
         "eager, sdpa, flex_attention, flash_attention_2, flash_attention_3, or a kernel on the hub (OWNER/NAME)",
         r"eager|sdpa|flex_attention|flash_attention_[23]|[\w.-]+/\S+",
         "ds.attn_implementation",
     ),
     ("none, or a metric of the evaluation (eval_NAME_pass1)", r"|none|eval_\S+", "ckpt.best_metric_key"),
-    ("a text with {} for the input, and no other braces", r"[^{}]*\{\}[^{}]*", "data.input_template"),
 )
 
 _PAIRS = ("reward.clip_range", "algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold")
@@ -210,6 +209,7 @@ def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[
     estimator = args.algo.advantage.estimator
     has_reference = args.algo.kl.init_coef > 0
     overlong = args.reward.overlong_buffer_len or 0
+    template = args.data.input_template
     reward_sources = (args.reward.remote_url, train.agent_func_path, args.reward.model_name_or_path)
     found = {
         "--actor.model_name_or_path: is missing; allowed: a model's folder, or its name on the hub": (
@@ -261,8 +261,11 @@ def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[
         "prompt too": response >= args.data.max_len,
         f"--reward.overlong_buffer_len {overlong}: must be below the {response or args.data.max_len} tokens of a "
         "response": overlong >= (response or args.data.max_len),
+        f"--data.input_template {template}: allowed: a text with {{}} for the input, other braces doubled": (
+            template is not None and not _takes_an_input(template)
+        ),
         "--data.input_template: allowed without --data.apply_chat_template, which OpenRLHF prefers": (
-            args.data.input_template and args.data.apply_chat_template
+            template and args.data.apply_chat_template
         ),
         f"--eval.dataset {args.eval.dataset}: OpenRLHF evaluates with --reward.remote_url or --train.agent_func_path, "
         "not with a reward model": args.eval.dataset and not any(reward_sources[:2]),
@@ -273,6 +276,14 @@ def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[
         **_clashes_of_data(args),
     }
     return [message for message, is_there in found.items() if is_there]
+
+
+def _takes_an_input(template: str) -> bool:
+    """Whether OpenRLHF's `template.format(input)` has the input in it; it takes one without {} for none at all."""
+    try:
+        return "{}" in template and "an input" in template.format("an input")
+    except (ValueError, LookupError):
+        return False
 
 
 def _clashes_of_data(args: Namespace) -> dict[str, bool]:
