@@ -20,7 +20,8 @@ run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
 echo "training in $run ($STEPS steps; everything that is printed goes to train.log)"
 
-.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
+source scripts/follow.sh
+follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   "${METHOD_FLAGS[@]}" \
   --actor.model_name_or_path "$RUNS/start/model" \
   --actor.num_gpus_per_node 1 \
@@ -50,7 +51,7 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
   --ckpt.path "$run/checkpoints" \
   --ckpt.output_dir "$run/model" \
   --logger.tensorboard_dir "$run/tensorboard" \
-  "$@" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$run/train.log" --every 5
+  "$@"
 
 target=()
 if [[ $METHOD = bapo* && ${PRESET:-readme} = readme ]]; then target=(--target 0.5); fi

@@ -341,7 +341,7 @@ def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
     (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
     (directory / "ckpt/_actor/latest").write_text("global_step1")
     generator.pool.save(directory / "ckpt/_partial/global_step1", state, _partial_fingerprint(generator.args))
-    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, rollout__micro_batch_size=6)
+    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, train__micro_batch_size=6)
     return pipeline.flags(directory, policy_loss="bapo", ckpt__load_enable=True, ckpt__path=directory / "ckpt", **sizes)
 
 

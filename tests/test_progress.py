@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from openrlhf_bapo.cli import progress
 
 STEP = (
@@ -13,6 +15,9 @@ EVALUATION = (
     "(PPOTrainer pid=1) INFO Evaluation completed in 0:00:01, global_step {}, eval_metrics: {{'eval_sums_pass4': 0.5, "
     "'eval_sums_pass1': {}, 'eval_num_samples': 8.0}}\n"
 )
+
+
+COMPLETE = "openrlhf-bapo: the run is complete; its model is in out\n"
 
 
 def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
@@ -27,13 +32,36 @@ def follow(tmp_path, text: str) -> subprocess.CompletedProcess:
 
 
 def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
-    text = EVALUATION.format(0, 0.25) + "noise\n" + STEP + EVALUATION.format(7, 0.75)
+    text = EVALUATION.format(0, 0.25) + "noise\n" + STEP + EVALUATION.format(7, 0.75) + COMPLETE
     run = follow(tmp_path, text)
     assert (tmp_path / "log").read_text() == text
     assert "noise" not in run.stdout
     assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
 
 
-def test_a_run_that_finished_no_step_shows_its_last_lines(tmp_path):
-    run = follow(tmp_path, "starting\nTraceback: something broke\n")
-    assert "something broke" in run.stderr
+@pytest.mark.parametrize("before", ["starting\n", STEP], ids=["no step", "a step"])
+def test_a_run_that_ends_without_a_word_shows_its_last_lines_and_where_the_others_are(tmp_path, before):
+    run = follow(tmp_path, before + "loading\nTerminated\n")
+    *_, noise, killed, log = run.stderr.splitlines()
+    assert (noise, killed, log) == (
+        "loading",
+        "Terminated",
+        f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}",
+    )
+    assert "ended without a word" in run.stderr
+
+
+def test_the_cause_of_a_runs_end_is_the_last_thing_said(tmp_path):
+    cause, saved = "openrlhf-bapo: the run has ended: a disk is full", "openrlhf-bapo: saved is ckpt (global_step2)"
+    run = follow(tmp_path, f"{STEP}noise\n{cause}\n{saved}\nJob failed\n")
+    assert [line[9:] for line in run.stdout.splitlines()[-2:]] == [cause, saved]
+    assert run.stderr == f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}\n"
+    refused = "openrlhf-bapo: --train.batch_size 0: allowed: 1 or more\n"
+    run = follow(tmp_path, refused)
+    assert refused in run.stdout and "without a word" not in run.stderr
+
+
+def test_a_warning_is_shown_when_it_comes_and_does_not_explain_an_end(tmp_path):
+    warning = "openrlhf-bapo: warning: --eval.steps 5 does nothing without --eval.dataset\n"
+    run = follow(tmp_path, warning + "noise\n" * 50)
+    assert warning in run.stdout and "ended without a word" in run.stderr

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from argparse import Namespace
 from dataclasses import fields, replace
@@ -171,6 +170,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --ckpt.load_enable: start without the saved unfinished responses",
     )
     parser.add_argument(
+        "--ckpt.on_interrupt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="SIGTERM and Ctrl-C finish the training step and write a checkpoint; a second signal ends at once",
+    )
+    parser.add_argument(
         "--eval.at_start",
         action="store_true",
         help="also evaluate before the first update, logged as step 0 (sync training)",
@@ -210,10 +215,6 @@ def resolve_flags(args: Namespace) -> None:
         raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
-    for url in (values.get("reward.remote_url") or "").split(","):
-        # OpenRLHF would wait for ever for an engine that cannot load it.
-        if url.endswith(".py") and not os.path.isfile(url):
-            raise FlagError(f"--reward.remote_url {url}: no such file; allowed: a reward-function file, or http URLs")
     _resolve_off_policy(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"

@@ -37,6 +37,13 @@ def fingerprint(args: Namespace) -> dict[str, str]:
     return {"model": digest("config.json"), "tokenizer": digest("tokenizer.json")}
 
 
+def _replay_fingerprint(args: Namespace) -> dict[str, str]:
+    """A replayed sample keeps its advantages, and reference log-probs only where the run that made it had a KL loss."""
+    has_kl_loss = args.algo.kl.use_loss and args.algo.kl.init_coef > 0
+    settings = {"--algo.advantage.estimator": args.algo.advantage.estimator, "--algo.kl.use_loss": str(has_kl_loss)}
+    return fingerprint(args) | settings
+
+
 def load_saved_pool(args: Namespace) -> tuple[ReplayPool, dict] | None:
     """The pool of the checkpoint that `--ckpt.load_enable` resumes, and what `save_pool` wrote beside it: its
     "policy_version" and its "steps_by_version"; None where there is none.
@@ -49,7 +56,7 @@ def load_saved_pool(args: Namespace) -> tuple[ReplayPool, dict] | None:
     directory = pool_directory(args.ckpt.path)
     if directory is None:
         return None
-    return ReplayPool.load(directory, replay_config_from_args(args.replay), fingerprint(args))
+    return ReplayPool.load(directory, replay_config_from_args(args.replay), _replay_fingerprint(args))
 
 
 def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
@@ -112,7 +119,7 @@ def save_pools(trainer, tag: str) -> None:
         return  # no checkpoint to resume
     state = {"policy_version": maker.policy_version, "steps_by_version": maker.steps_by_version}
     if maker.pool is not None:
-        maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, fingerprint(args))
+        maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, _replay_fingerprint(args))
     if maker.unfinished is not None:
         state["version_offset"] = maker.version_offset
         maker.unfinished.save(Path(args.ckpt.path, "_partial", tag), state, _partial_fingerprint(args))

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import torch
 
+from openrlhf_bapo.adapter.interrupts import end_when_interrupted
 from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
 
 
@@ -31,6 +32,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     _after(trainer, "init_checkpoint_states", _save_pools_first)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
+    end_when_interrupted(trainer)
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
 
 
