@@ -92,12 +92,12 @@ class BapoPolicyLoss(PolicyLoss):
         self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ratio, advantages and weights for a tally."""
-        ratio = (log_probs.detach() - old_log_probs).clamp(-20.0, 20.0).exp()  # as PolicyLoss.forward does
-        weight = action_mask.to(ratio.dtype)
+        ratio = (log_probs.detach() - old_log_probs).clamp_(-20.0, 20.0).exp_()  # as PolicyLoss.forward does
+        weight = action_mask
         # The share is one of the objective, where a sequence mean gives a token 1 / length. The released recipe, known
         # by its P / N target, counts tokens whatever the aggregation.
         if not self.token_level_loss and self.clip_config.target_kind == "share":
-            weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+            weight = weight.to(ratio.dtype) / weight.sum(-1, keepdim=True).clamp(min=1)
         if self.token_weight == "rollout_prob":
             weight = weight * old_log_probs.exp()
         return ratio, advantages, weight
