@@ -41,6 +41,17 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+FAILS_IN_AN_ENGINE = """
+import sys
+
+if "vllm" in sys.modules:
+    raise OSError("no licence on this node")
+
+
+def reward_func(queries, prompts, labels, **kwargs): ...
+"""
+
+
 class Run:
     """A run as the recipes start it, ended with all its processes at the end of the test."""
 
@@ -112,6 +123,17 @@ def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said(
     cause = f"--reward.remote_url {directory}/reward.py: the reward of a response is None: {where}"
     assert_says(lines, directory, cause, step="1")
     assert "Traceback" in (directory / "train.log").read_text()
+
+
+@pytest.mark.pipeline
+def test_an_engine_that_does_not_start_ends_the_run(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(FAILS_IN_AN_ENGINE)
+    with Run(directory) as run:
+        code, lines = run.end()
+    assert code == 1
+    said = r"the run has ended: a rollout engine \(RolloutRayActor.*\) did not start: OSError: no licence on this node"
+    assert re.search(said, lines[-3]), lines[-10:]
 
 
 @pytest.mark.pipeline

@@ -192,6 +192,10 @@ COMMANDS = {
         ["--data.input_template: allowed without --data.apply_chat_template"],
     ),
     "no chat template": (dict(data__apply_chat_template=True), ["--data.apply_chat_template", "has no chat template"]),
+    "a package that is not installed": (
+        dict(use_ms=True),
+        ["--use_ms: needs the package modelscope, which is not installed"],
+    ),
     "heads": (dict(vllm__tensor_parallel_size=4), ["--vllm.tensor_parallel_size 4", "2 attention heads"]),
 }
 
@@ -403,6 +407,10 @@ FILES = {
     "a critic that is not there": (
         dict(algo__advantage__estimator="gae", critic__model_name_or_path="/nowhere/critic"),
         ["--critic.model_name_or_path /nowhere/critic: no such folder"],
+    ),
+    "the first of two reward models": (
+        lambda d, _: dict(reward__remote_url=None, reward__model_name_or_path=f"/nowhere/reward,{d}/model"),
+        ["--reward.model_name_or_path /nowhere/reward: no such folder"],
     ),
     "a reward file without reward_func": (
         reward("def reward(queries, prompts, labels): ...\n"),

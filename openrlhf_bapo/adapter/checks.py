@@ -346,12 +346,12 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
 
 def _check_models(args: Namespace, must_exist: bool) -> None:
     actor = args.actor.model_name_or_path
-    others = {"--critic.model_name_or_path": args.critic.model_name_or_path}
+    others = [("--critic.model_name_or_path", args.critic.model_name_or_path)]
     if args.algo.advantage.estimator != "gae":
-        others = {}
-    for name in listed(args.reward.model_name_or_path if not args.reward.remote_url else None):
-        others["--reward.model_name_or_path"] = name
-    for flag, name in others.items():
+        others = []
+    if not args.reward.remote_url:
+        others += [("--reward.model_name_or_path", name) for name in listed(args.reward.model_name_or_path)]
+    for flag, name in others:
         if name and name != actor:
             check_model(flag, name, must_exist)
     config = check_model("--actor.model_name_or_path", actor, must_exist, args.data.apply_chat_template)

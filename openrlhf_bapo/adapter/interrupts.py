@@ -1,12 +1,20 @@
-"""SIGTERM and Ctrl-C: the training step under way is finished and saved, then the run ends; a second one ends at once.
+"""What ends a run from outside its trainer: SIGTERM and Ctrl-C, and an engine that does not start.
 
-The command gets the signal, a Ray actor makes the steps: a key in Ray's own store tells one of the other.
+After a signal the training step under way is finished and saved; a second one ends the run at once. The command gets
+the signal, a Ray actor makes the steps: a key in Ray's own store tells one of the other.
 """
 
 import functools
+import os
 import signal
 import sys
 import threading
+from types import ModuleType
+
+import wrapt
+
+_FAILED = signal.SIGUSR1
+"""From a thread of this process to its main thread, which waits for Ray."""
 
 _KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
 
@@ -37,6 +45,45 @@ def catch_signals(came: list[int], finishes_step: bool) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
+    signal.signal(_FAILED, signal.default_int_handler)
+
+
+def leave_signals() -> None:
+    """The run ends: another signal ends the process at once."""
+    signal.signal(_FAILED, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def watch_engines(failures: list[BaseException]) -> None:
+    """Let an engine that does not start end the run, where its actors would wait for it for ever.
+
+    Args:
+        failures: gets the exception that Ray carries home.
+    """
+
+    def watched(create_vllm_engines):
+        @functools.wraps(create_vllm_engines)
+        def create(*args, **kwargs) -> list:
+            engines = create_vllm_engines(*args, **kwargs)
+            threading.Thread(target=wait, args=[engines], daemon=True).start()
+            return engines
+
+        return create
+
+    def wait(engines: list) -> None:
+        import ray
+
+        try:
+            ray.get([engine.policy_version.remote() for engine in engines])  # answered when they have started
+        except Exception as error:
+            failures.append(error)
+            os.kill(os.getpid(), _FAILED)
+
+    def use(ray_parts: ModuleType) -> None:
+        ray_parts.create_vllm_engines = watched(ray_parts.create_vllm_engines)
+
+    wrapt.register_post_import_hook(use, "openrlhf.trainer.ray")
 
 
 def _tell() -> None:

@@ -9,6 +9,7 @@ import traceback
 from typing import NoReturn
 
 from openrlhf_bapo.adapter.arguments import run_upstream
+from openrlhf_bapo.adapter.interrupts import catch_signals, leave_signals, watch_engines
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,7 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     and 130 after Ctrl-C.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command starts with none
-    values, signals, started = {}, [], []
+    values, signals, failures, started = {}, [], [], []
+    watch_engines(failures)
 
     def prepare(args: argparse.Namespace) -> None:
         _prepare_ray(args, signals)
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(128 + signal.SIGINT)
         if not started or isinstance(error, SystemExit):
             raise
-        _end(error, values, signals)
+        _end(failures[0] if failures else error, values, signals)
     print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
 
 
@@ -41,6 +43,7 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
 
     from openrlhf_bapo.adapter.failures import describe_failure
 
+    leave_signals()
     traceback.print_exception(error)
     lines = describe_failure(error, values, signals)
     ray.shutdown()  # nobody prints any more
@@ -59,7 +62,6 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
     import torch
 
     from openrlhf_bapo.adapter import cpu
-    from openrlhf_bapo.adapter.interrupts import catch_signals
     from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK
 
     resources = {}

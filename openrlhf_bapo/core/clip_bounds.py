@@ -322,8 +322,9 @@ def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ed
         return ContributionTally(_sums_of_all(*tokens, edges, _LANES))
     if ratio.numel() <= _FEW_TOKENS:
         return ContributionTally(_sums_of_all(*tokens, edges, 1))
-    blocks = zip(*(x.split(_BLOCK_TOKENS) for x in tokens), strict=True)
-    return ContributionTally(sum(_sums_of_block(*block, edges) for block in blocks))
+    starts = range(0, ratio.numel(), _BLOCK_TOKENS)
+    blocks = ([x[start : start + _BLOCK_TOKENS] for x in tokens] for start in starts)
+    return ContributionTally(functools.reduce(torch.add, (_sums_of_block(*block, edges) for block in blocks)))
 
 
 def _sums_of_all(
@@ -350,29 +351,19 @@ def _sums_of_block(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Te
     """As `_sums_of_all`, faster on a CPU: most tokens are inside at every point, and only the others need a bucket."""
     r, size = ratio.double(), advantages.double() * mask
     outside = (r.clamp(*edges.innermost).sub_(r).mul_(size) < 0).nonzero().squeeze(1)
-    num_lower = edges.lower.numel()
-    sums = r.new_zeros(3, edges.num_buckets - 1)
+    sums = r.new_zeros(3, edges.num_buckets - 1)  # by position; that of the tokens inside stays empty
     if outside.numel():
         outside_ratio, outside_size = ratio.index_select(0, outside), size.index_select(0, outside)
         values = torch.stack([outside_size * outside_ratio, outside_size, torch.ones_like(outside_size)])
         sums.index_add_(1, edges.position(outside_ratio), values)
         size.index_fill_(0, outside, 0.0)
 
-    sign = size.sign()
-    num_inside, surplus = sign.dot(sign), sign.sum()
-    positive, negative = size.clamp_min(0), size.clamp_max_(0)
-    inside = torch.stack(
-        [
-            positive.dot(r),
-            positive.sum(),
-            (num_inside + surplus) / 2,
-            negative.dot(r),
-            negative.sum(),
-            (num_inside - surplus) / 2,
-        ]
-    ).view(2, 3, 1)
-    sums = torch.cat([inside[0], sums[:, num_lower + 1 :], sums[:, :num_lower], inside[1]], 1).abs_()
-    # Garbage under a mask of 0 is not finite, or it is multiplied by the 0.
+    num_lower = edges.lower.numel()
+    sides = size.clamp_min(0), size.clamp_max_(0)
+    inside = torch.stack([value for x in sides for value in (x.dot(r), x.sum(), x.sign().sum())])
+    positive, negative = inside.view(2, 3, 1)
+    sums = torch.cat([positive, sums[:, num_lower + 1 :], sums[:, :num_lower], negative], 1).abs_()
+    # Garbage under a mask of 0 has become a zero, or else a sum that is not finite.
     return sums if math.isfinite(sums.sum().item()) else _sums_of_all(ratio, advantages, mask, edges, 1)
 
 
