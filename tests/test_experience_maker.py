@@ -4,6 +4,7 @@ OpenRLHF's RemoteExperienceMaker does its own work here on samples from our Samp
 between processes stays in this one, and the actor's forward pass is `recomputed`.
 """
 
+import shutil
 from argparse import Namespace
 from dataclasses import fields
 
@@ -439,3 +440,46 @@ def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_pa
     maker.args.ckpt.disable_ds = True
     trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag="global_step9")
     assert written[-1] == ("global_step9", False)
+
+
+def test_a_run_resumes_the_newest_checkpoint_for_which_everything_is_whole_and_says_so(tmp_path, capsys):
+    from openrlhf_bapo.adapter.arguments import parse
+    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
+
+    path = tmp_path / "ckpt"
+    flags = dict(replay__ratio=1, ckpt__path=path, critic__model_name_or_path=tmp_path / "model")
+    flags |= dict(algo__advantage__estimator="gae")
+    maker = make_maker(tmp_path, **flags)
+    for step in (2, 4, 6, 10):
+        publish(maker, step)
+        save_pools(Namespace(experience_maker=maker, args=maker.args), f"global_step{step}")
+        for group in ("_actor", "_critic"):
+            (path / group / f"global_step{step}").mkdir(parents=True)
+            (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+            (path / group / "latest").write_text("global_step10")
+    argv = [*pipeline.flags(tmp_path, **flags), "--ckpt.load_enable"]
+
+    def resumed() -> tuple[str | None, str]:
+        args = parse(argv)
+        flat = Namespace(**{"ckpt.resume_from": args.ckpt.resume_from, "ckpt.path": args.ckpt.path})
+        use_checkpoint(flat)
+        assert {(path / group / "latest").read_text() for group in ("_actor", "_critic")} == {args.ckpt.resume_from}
+        assert load_saved_pool(args)[1]["policy_version"] == int(args.ckpt.resume_from.removeprefix("global_step"))
+        return args.ckpt.resume_from, capsys.readouterr().err
+
+    assert resumed() == ("global_step10", "")
+    # A critic that had not got as far, then a pool that is missing, then one that is damaged.
+    (path / "_critic/latest").write_text("global_step6")
+    assert resumed() == ("global_step6", "")
+    shutil.rmtree(path / "_replay/global_step6")
+    tag, (line,) = "global_step4", (said := resumed())[1].splitlines()
+    assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
+    (path / "_replay/global_step4/groups.safetensors").write_text("")
+    tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
+    assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
+    shutil.rmtree(path / "_replay")
+    with pytest.raises(SystemExit) as exit_:
+        parse(argv)
+    assert exit_.value.code == 2 and "_replay/global_step2" in capsys.readouterr().err
+    assert parse([*argv, "--replay.discard_saved"]).ckpt.resume_from == "global_step2"
+    assert parse(pipeline.flags(tmp_path, **flags)).ckpt.resume_from is None

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from openrlhf_bapo.adapter import checks
 from openrlhf_bapo.adapter.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
+from openrlhf_bapo.adapter.input_files import warn
 from openrlhf_bapo.adapter.registration import register
-from openrlhf_bapo.adapter.replay_checkpoint import check_saved_pools
+from openrlhf_bapo.adapter.replay_checkpoint import find_whole_checkpoint
 from openrlhf_bapo.core.replay_pool import ReplayPoolError
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
@@ -47,7 +48,8 @@ def run_upstream(
         try:
             resolve_flags(parsed)
             checks.check(parsed, _given(parser), depth)
-            check_saved_pools(parsed)
+            if reason := find_whole_checkpoint(parsed):
+                warn(reason)
         except (FlagError, ReplayPoolError) as error:
             parser.error(str(error))
         prepare(parsed)

@@ -469,7 +469,7 @@ def _check_folders(args: Namespace) -> None:
 
 
 def _check_resume(args: Namespace) -> None:
-    """The checkpoint that `--ckpt.load_enable` names; the pools' own is `check_saved_pools`."""
+    """The checkpoint that `--ckpt.load_enable` names; the pools' own is `find_whole_checkpoint`."""
     saved = Path(args.ckpt.path, "_actor")
     if not args.ckpt.load_enable:
         if (saved / "latest").is_file():

@@ -5,6 +5,7 @@ CKPT_PATH/_steady/TAG."""
 import argparse
 import hashlib
 import json
+import re
 import shutil
 from argparse import Namespace
 from dataclasses import asdict
@@ -20,10 +21,10 @@ KINDS = ("_replay", "_partial", "_steady")
 STEADY_FORMAT_VERSION = 1
 
 
-def pool_directory(ckpt_path: str, kind: str = "_replay") -> Path | None:
-    """Where the pool of OpenRLHF's latest checkpoint lies; None if there is no checkpoint."""
-    latest = Path(ckpt_path, "_actor", "latest")
-    return Path(ckpt_path, kind, latest.read_text().strip()) if latest.exists() else None
+def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None) -> Path | None:
+    """Where the pool of a checkpoint, or of OpenRLHF's latest, lies; None if there is no checkpoint."""
+    tag = tag or _latest(Path(ckpt_path, "_actor"))
+    return Path(ckpt_path, kind, tag) if tag else None
 
 
 def fingerprint(args: Namespace) -> dict[str, str]:
@@ -44,22 +45,23 @@ def _replay_fingerprint(args: Namespace) -> dict[str, str]:
     return fingerprint(args) | settings
 
 
-def load_saved_pool(args: Namespace) -> tuple[ReplayPool, dict] | None:
-    """The pool of the checkpoint that `--ckpt.load_enable` resumes, and what `save_pool` wrote beside it: its
-    "policy_version" and its "steps_by_version"; None where there is none.
+def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool, dict] | None:
+    """The pool of the checkpoint TAG, or of the latest, that `--ckpt.load_enable` resumes; None where there is none.
+
+    Beside it what `save_pools` wrote: its "policy_version" and its "steps_by_version".
 
     Raises:
         ReplayPoolError: if it cannot be used; one line that says what to do.
     """
     if not (args.replay.ratio and args.ckpt.load_enable) or args.replay.discard_saved:
         return None
-    directory = pool_directory(args.ckpt.path)
+    directory = pool_directory(args.ckpt.path, tag=tag)
     if directory is None:
         return None
     return ReplayPool.load(directory, replay_config_from_args(args.replay), _replay_fingerprint(args))
 
 
-def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
+def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPool, dict] | None:
     """As `load_saved_pool`, of the unfinished responses; their versions are counted as the resumed run's engines count.
 
     Raises:
@@ -67,7 +69,7 @@ def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
     """
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
-    directory = pool_directory(args.ckpt.path, "_partial")
+    directory = pool_directory(args.ckpt.path, "_partial", tag)
     if not args.partial.token_budget:
         if directory is not None and (record := directory / "pool.json").exists():
             saved = json.loads(record.read_text())
@@ -91,21 +93,70 @@ def _partial_fingerprint(args: Namespace) -> dict[str, str]:
     return shared | {"--offpolicy.lag": str(args.offpolicy.lag)} if args.offpolicy.lag else shared
 
 
-def check_saved_pools(args: argparse.Namespace) -> None:
+def find_whole_checkpoint(args: argparse.Namespace) -> str:
     """Try the loads that the trainer will do, before Ray starts.
+
+    The newest checkpoint for which all of them work is the one to resume: `use_checkpoint` is told in
+    `args.ckpt.resume_from`.
 
     Args:
         args: flat, names with dots.
 
+    Returns:
+        In one line why it is not OpenRLHF's latest; "" where it is, or where nothing is resumed.
+
     Raises:
-        ReplayPoolError: as `load_saved_pool`, `load_unfinished` and `load_steady_bounds`.
+        ReplayPoolError: what is wrong with the latest, if there is none.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
-    load_saved_pool(nested)
-    load_unfinished(nested)
-    load_steady_bounds(nested)
+    vars(args)["ckpt.resume_from"] = None
+    problem = None
+    for tag in _saved_tags(nested) if nested.ckpt.load_enable else []:
+        try:
+            for load in (load_saved_pool, load_unfinished, load_steady_bounds):
+                load(nested, tag)
+            vars(args)["ckpt.resume_from"] = tag
+            return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
+        except ReplayPoolError as error:
+            problem = problem or error
+    if problem:
+        raise problem
+    return ""
+
+
+def _saved_tags(args: Namespace) -> list[str]:
+    """OpenRLHF's whole checkpoints, the newest first: the latest, and older ones that actor and critic both have."""
+    actors = Path(args.ckpt.path, "_actor")
+    if (latest := _latest(actors)) is None:
+        return []
+
+    def step(tag: str) -> int:
+        return int(re.search(r"\d*$", tag)[0] or -1)
+
+    tags = {file.parent.name for file in actors.glob("*/*model_states.pt")} | {latest}
+    if args.critic.model_name_or_path and (of_critic := _latest(actors.parent / "_critic")):
+        # Written side by side: of a run that was killed meanwhile one may be ahead.
+        tags = {tag for tag in tags if any((actors.parent / "_critic" / tag).glob("*model_states.pt"))}
+        latest = min(latest, of_critic, key=step)
+    return sorted((tag for tag in tags if step(tag) <= step(latest)), key=lambda tag: (step(tag), tag == latest))[::-1]
+
+
+def use_checkpoint(args: argparse.Namespace) -> None:
+    """Let OpenRLHF resume what `find_whole_checkpoint` has found: it goes by its files `latest`."""
+    if (tag := vars(args)["ckpt.resume_from"]) is None:
+        return
+    for group in ("_actor", "_critic"):
+        folder = Path(vars(args)["ckpt.path"], group)
+        if _latest(folder) not in (None, tag):
+            (folder / "latest.part").write_text(tag)
+            (folder / "latest.part").replace(folder / "latest")
+
+
+def _latest(folder: Path) -> str | None:
+    """The newest whole checkpoint of OpenRLHF's actor or critic."""
+    return (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
 
 
 def save_pools(trainer, tag: str) -> None:
@@ -132,8 +183,8 @@ def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]
     write_directory(Path(args.ckpt.path, "_steady", tag), columns, record)
 
 
-def load_steady_bounds(args: Namespace) -> dict[str, torch.Tensor] | None:
-    """The state for the checkpoint that `--ckpt.load_enable` resumes; None where none is wanted.
+def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
+    """The state for the checkpoint TAG, or for the latest, that `--ckpt.load_enable` resumes; None if none is wanted.
 
     Raises:
         ReplayPoolError: if it cannot be used; one line that says what to do.
@@ -141,7 +192,7 @@ def load_steady_bounds(args: Namespace) -> dict[str, torch.Tensor] | None:
     bapo = vars(args.bapo)
     if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):
         return None
-    if (directory := pool_directory(args.ckpt.path, "_steady")) is None:
+    if (directory := pool_directory(args.ckpt.path, "_steady", tag)) is None:
         return None
     return read_directory(directory, STEADY_FORMAT_VERSION, _steady_fingerprint(args), "--bapo.discard_saved")[0]
 

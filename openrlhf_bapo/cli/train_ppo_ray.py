@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from openrlhf_bapo.adapter.arguments import run_upstream
 from openrlhf_bapo.adapter.interrupts import catch_signals, leave_signals, watch_engines
+from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     watch_engines(failures)
 
     def prepare(args: argparse.Namespace) -> None:
+        use_checkpoint(args)
         _prepare_ray(args, signals)
         values.update(vars(args))
 
