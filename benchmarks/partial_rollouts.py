@@ -2,8 +2,8 @@
 
 Runs `scripts/train_bapo_partial_quickstart.sh`, whose responses have a heavy tail of lengths, without a budget and with
 each of `--budgets` by turns, at a learning rate that leaves the weights, and with them the lengths, as they are.
-Printed are medians over all steps but the first `WARM_UP` of every run, in which the engine compiles and, under a
-budget, the long responses have only begun.
+Printed are medians over all steps but a run's first six, in which the engine compiles and, under a budget, the long
+responses have only begun, and its last two, in which no new ones begin.
 
     .venv/bin/python benchmarks/partial_rollouts.py
 """
@@ -12,12 +12,11 @@ import argparse
 import os
 import statistics
 import subprocess
-import tempfile
 from pathlib import Path
 
 from openrlhf_bapo.cli.plot import read_scalars
 
-WARM_UP = 6
+MEASURED = slice(6, -2)
 NAMES = {
     "generation": "timing/generation",
     "step": "timing/step_total",
@@ -27,17 +26,18 @@ NAMES = {
 }
 
 
-def measure(runs: Path, budget: int, steps: int, flags: list[str]) -> list[dict[str, float]]:
+def measure(budget: int, steps: int, flags: list[str]) -> list[dict[str, float]]:
     """The figures of a run's steps, of `NAMES`."""
     script = Path(__file__).parent.parent / "scripts/train_bapo_partial_quickstart.sh"
-    environment = {"RUNS": str(runs), "STEPS": str(steps), "BUDGET": str(budget), "EVAL_STEPS": "-1"}
+    environment = {"STEPS": str(steps), "BUDGET": str(budget), "EVAL_STEPS": "-1"}
     command = ["bash", script, "--actor.adam.lr", "1e-9", "--eval.n_samples_per_prompt", "1", *flags]
     process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if process.returncode:
         raise SystemExit(process.stdout + process.stderr)
     scalars = read_scalars(Path(process.stdout.splitlines()[-1]).parent / "tensorboard")
     found = {name: scalars.get(f"train/{tag}", (None, [0.0] * steps))[1] for name, tag in NAMES.items()}
-    return [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)][WARM_UP:]
+    rows = zip(*(values[MEASURED] for values in found.values()), strict=True)
+    return [dict(zip(found, row, strict=True)) for row in rows]
 
 
 def main() -> None:
@@ -49,11 +49,10 @@ def main() -> None:
     args, flags = parser.parse_known_args()
 
     found = {budget: [] for budget in (0, *args.budgets)}
-    with tempfile.TemporaryDirectory() as runs:
-        for turn in range(args.turns):
-            for budget, steps in found.items():
-                steps += measure(Path(runs), budget, args.steps, flags)
-                print(f"turn {turn}, budget {budget}: {len(steps)} steps", flush=True)
+    for turn in range(args.turns):
+        for budget, steps in found.items():
+            steps += measure(budget, args.steps, flags)
+            print(f"turn {turn}, budget {budget}: {len(steps)} steps", flush=True)
     for budget, steps in found.items():
         tokens = [step["samples"] * step["length"] for step in steps]
         medians = {name: statistics.median(step[name] for step in steps) for name in ("generation", "step")}

@@ -7,16 +7,23 @@ cd "$(dirname "$0")/.."
 
 export TASK=remainder
 export RUNS=${RUNS:-runs/partial_quickstart}
-export STEPS=${STEPS:-50}    # 50 use every prompt once
-BUDGET=${BUDGET:-32}         # tokens that a response may grow by in one rollout
-OVERSAMPLE=${OVERSAMPLE:-2}  # prompts in flight per prompt that a rollout needs
+export STEPS=${STEPS:-100}     # global steps, each of 16 prompts x 4 samples; 100 use every prompt once
+export EVAL_STEPS=${EVAL_STEPS:-50}
+BUDGET=${BUDGET:-64}           # tokens that a response may grow by in one rollout
+OVERSAMPLE=${OVERSAMPLE:-1.5}  # prompts in flight per prompt that a rollout needs
 
+# The longest responses take ten rollouts and more: a low --partial.max_staleness would drop them.
 exec bash scripts/train_bapo_quickstart.sh \
   --partial.token_budget "$BUDGET" \
   --partial.oversample "$OVERSAMPLE" \
+  --partial.max_staleness 16 \
   --data.max_len 600 \
+  --data.max_samples $((16 * STEPS)) \
   --rollout.max_new_tokens 594 \
+  --rollout.batch_size 16 \
+  --rollout.n_samples_per_prompt 4 \
   --ds.packing_samples \
   --train.dynamic_batch_enable \
   --train.max_tokens_per_gpu 2048 \
+  --eval.n_samples_per_prompt 2 \
   "$@"

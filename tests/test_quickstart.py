@@ -74,17 +74,16 @@ def test_the_replay_example_trains_on_stale_tokens_within_the_bound_on_two_ranks
 
 
 def test_the_token_budgets_example_resumes_its_long_responses_and_trains_on_what_older_policies_wrote(tmp_path):
-    flags = ("--eval.n_samples_per_prompt", "1", "--partial.max_segments", "8")
-    small = dict(STEPS="6", EVAL_STEPS="6", BUDGET="16")
-    lines, scalars, _ = run("train_bapo_partial_quickstart.sh", tmp_path, *flags, **small)
+    small = dict(STEPS="8", EVAL_STEPS="4", BUDGET="16")
+    _, scalars, _ = run("train_bapo_partial_quickstart.sh", tmp_path, "--eval.n_samples_per_prompt", "1", **small)
 
     def logged(name: str) -> list[float]:
         return scalars[f"train/{name}"][1]
 
     steps, accuracy = scalars["eval/eval_remainder_pass1"]
-    assert steps == [0, 6] and 0.3 < accuracy[0] < 0.65
-    assert sum(logged("partial/started")) == 32 * 6 == sum(logged("partial/taken")) + sum(logged("partial/dropped"))
+    assert steps[:2] == [0, 4] and 0.3 < accuracy[0] < 0.65
+    assert sum(logged("partial/started")) == 16 * 8 == sum(logged("partial/taken")) + sum(logged("partial/dropped"))
     assert max(logged("offpolicy/staleness_max")) >= 1
     # The tail: most responses fit into one budget, some take several.
-    assert max(logged("partial/segments_max")) >= 4 and max(logged("partial/segments_mean")) < 3
-    assert sum(logged("partial/resumed")) > 32
+    assert max(logged("partial/segments_max")) >= 4 and min(logged("partial/segments_mean")) < 2
+    assert sum(logged("partial/resumed")) > 16
