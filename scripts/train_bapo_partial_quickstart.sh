@@ -22,6 +22,7 @@ exec bash scripts/train_bapo_quickstart.sh \
   --rollout.max_new_tokens 594 \
   --rollout.batch_size 16 \
   --rollout.n_samples_per_prompt 4 \
+  --rollout.micro_batch_size 64 \
   --ds.packing_samples \
   --train.dynamic_batch_enable \
   --train.max_tokens_per_gpu 2048 \

@@ -153,7 +153,7 @@ def _generate_greedily(directory: Path) -> None:
 @pytest.mark.pipeline
 def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
     recorder = recordings.environment(directory / "recording")
-    flags = dict(partial__oversample=3, partial__token_budget=8, partial__max_segments=4, partial__on_stale="finish")
+    flags = dict(partial__oversample=3, partial__token_budget=8, partial__max_staleness=2, partial__on_stale="finish")
     flags = partial_flags(directory, **flags)
     steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
     assert len(steps) == 6
@@ -167,12 +167,12 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     assert totals["partial/dropped"] == steps[-1]["partial/in_flight"] == steps[-1]["partial/waiting"] == 0
     assert max(step["partial/in_flight"] for step in steps) > 0 < totals["partial/resumed"]
     assert all(0 <= step["partial/slowest_share"] < 1 for step in steps)
-    # A response ends of itself, or is finished as truncated after its fourth segment, and counted.
+    # A response ends of itself, or is finished where it is before it is too old, as truncated, and counted.
     mask = batch["action_mask"] > 0
     last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
     assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
-    assert totals["partial/finished"] == batch["truncated"].sum() > 0
-    assert max(step["partial/segments_max"] for step in steps) == 4 and mask.sum(-1).max() <= 4 * 8
+    assert totals["partial/finished"] == (batch["truncated"] > 0)[mask.sum(-1) < 64].sum() > 0
+    assert max(step["offpolicy/staleness_max"] for step in steps) == 2
 
     policies = recordings.Policies(directory / "model", directory / "recording")
     assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=False)
