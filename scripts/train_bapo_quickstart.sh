@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
+TASK=${TASK:-chain_sum}       # of examples/quickstart/prepare.py
 STEPS=${STEPS:-100}           # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
 EVAL_STEPS=${EVAL_STEPS:-25}  # global steps between evaluations
 UPDATES=${UPDATES:-8}         # optimizer steps a rollout of 256 samples and epoch: 1, 2, 4, 8 or 16
@@ -14,7 +15,7 @@ EPOCHS=${EPOCHS:-1}           # passes over a rollout
 source scripts/method.sh
 
 bash scripts/setup.sh
-.venv/bin/python examples/quickstart/prepare.py "$RUNS/start"
+.venv/bin/python examples/quickstart/prepare.py --task "$TASK" "$RUNS/start"
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
