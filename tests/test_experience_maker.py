@@ -319,6 +319,20 @@ def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_step
     assert maker.metrics()["replay/groups_sampled"] == num_replayed
 
 
+def test_a_reward_that_logs_more_or_less_than_it_did_is_logged_where_all_samples_know_it(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1)
+    for version, logs in enumerate(({"old": 1.0, "both": 2.0}, {"both": 3.0, "new": 4.0})):
+        publish(maker, version)
+        responses = [
+            [pipeline.response(2, float(i), version) | {"extra_logs": logs} for i in range(NUM_SAMPLES)]
+            for _ in range(4)
+        ]
+        (batch,) = maker.make_experience_batch([sample for group in responses for sample in generated(maker, group)])
+        dropped = maker.metrics()["replay/logs_dropped"]
+    assert len(batch.sequences) == 32 and dropped == 2
+    assert {"old", "new"}.isdisjoint(batch.info) and sorted(batch.info["both"]) == [2.0] * 16 + [3.0] * 16
+
+
 def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     maker.make_experience_batch(rollout(maker))
