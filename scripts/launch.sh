@@ -90,8 +90,9 @@ launch() {
   fi
   log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
   echo "training in $RUN (everything that is printed goes to $log)"
-  "${command[@]}" train "${FLAGS[@]}" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$log"
-  .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" "$RUN/curves.png"
+  source scripts/follow.sh
+  follow "$log" 1 "${command[@]}" train "${FLAGS[@]}"
+  .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" -o "$RUN/curves.png"
   if [ "$EVAL_N" -gt 0 ]; then
     # shellcheck disable=SC2086  # a list of files
     "${command[@]}" evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \

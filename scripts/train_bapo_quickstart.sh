@@ -7,6 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
+TASK=${TASK:-chain_sum}       # of examples/quickstart/prepare.py
 STEPS=${STEPS:-100}           # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
 EVAL_STEPS=${EVAL_STEPS:-25}  # global steps between evaluations
 UPDATES=${UPDATES:-8}         # optimizer steps a rollout of 256 samples and epoch: 1, 2, 4, 8 or 16
@@ -14,13 +15,14 @@ EPOCHS=${EPOCHS:-1}           # passes over a rollout
 source scripts/method.sh
 
 bash scripts/setup.sh
-.venv/bin/python examples/quickstart/prepare.py "$RUNS/start"
+.venv/bin/python examples/quickstart/prepare.py --task "$TASK" "$RUNS/start"
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
 echo "training in $run ($STEPS steps; everything that is printed goes to train.log)"
 
-.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
+source scripts/follow.sh
+follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   "${METHOD_FLAGS[@]}" \
   --actor.model_name_or_path "$RUNS/start/model" \
   --actor.num_gpus_per_node 1 \
@@ -50,8 +52,8 @@ echo "training in $run ($STEPS steps; everything that is printed goes to train.l
   --ckpt.path "$run/checkpoints" \
   --ckpt.output_dir "$run/model" \
   --logger.tensorboard_dir "$run/tensorboard" \
-  "$@" 2>&1 | .venv/bin/openrlhf-bapo progress --log "$run/train.log" --every 5
+  "$@"
 
 target=()
 if [[ $METHOD = bapo* && ${PRESET:-readme} = readme ]]; then target=(--target 0.5); fi
-.venv/bin/openrlhf-bapo plot "$run/tensorboard" "$run/curves.png" "${target[@]}"
+.venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"

@@ -10,6 +10,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.log
+#SBATCH --signal=B:TERM@600 # to this script, for a checkpoint: Ray's own steps must not end before it
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
@@ -44,4 +45,4 @@ until [ "$(.venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print
   fi
   sleep 5
 done
-bash "$RECIPE" "$@" # at its end the job ends, and Slurm ends Ray on every node
+exec bash "$RECIPE" "$@" # at its end the job ends, and Slurm ends Ray on every node

@@ -183,7 +183,12 @@ def samples_generator(args: Namespace):
 
 
 def train_policy_actors(
-    directory: Path, argv: list[str], samples_by_rank: list[list], trainer: str = "ours", num_steps: int = 1
+    directory: Path,
+    argv: list[str],
+    samples_by_rank: list[list],
+    trainer: str = "ours",
+    num_steps: int = 1,
+    save_after: int | None = None,
 ) -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
 
@@ -196,16 +201,18 @@ def train_policy_actors(
         samples_by_rank: what each rank's replay buffer is filled with.
         trainer: "ours", or "upstream" to leave OpenRLHF's own trainer in place.
         num_steps: training steps, all over the same samples; from the second on they are fresh, without "log_ratio".
+        save_after: the training steps after which a checkpoint is written to `--ckpt.path`.
 
     Returns:
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
-        and num_tokens, those with an advantage on this rank), `behaviour_log_probs` (per sample), `args` (as training
+        and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
+        `behaviour_log_probs` (per sample), `args` (as training
         left them), `trainer` (its class's module). Its clock ticks once a reading: what is reported in seconds counts
         what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
-    work = parse(argv), samples_by_rank, num_steps
+    work = parse(argv), samples_by_rank, num_steps, save_after
     return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), work, trainer)
 
 
@@ -279,7 +286,7 @@ def free_port() -> int:
 
 
 def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
-    args, samples_by_rank, num_steps = argument
+    args, samples_by_rank, num_steps, save_after = argument
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
@@ -289,7 +296,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
     args.ds.param_dtype = "fp32"
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
-    searches, loss = [], actor.trainer.actor_loss_fn
+    searches, clamped, loss = [], [], actor.trainer.actor_loss_fn
     if hasattr(loss, "found"):
         search = loss._search
 
@@ -300,6 +307,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             return found
 
         loss._search = recorded
+        loss.register_forward_hook(lambda *_: clamped.append((1 - loss.clip_eps_low, 1 + loss.clip_eps_high)))
     statuses, behaviour_log_probs = [], []
     for _ in range(num_steps):
         for sample in samples_by_rank[rank]:
@@ -310,12 +318,15 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             behaviour_log_probs.append(sample.action_log_probs.clone())
             actor.append(sample)
         statuses.append(actor.fit(0.0))
+        if len(statuses) == save_after:
+            actor.save_checkpoint(f"global_step{save_after}")
     return {
         "statuses": statuses,
         "status": statuses[-1],
         "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
+        "clamped": [(float(lower), float(upper)) for lower, upper in clamped],
         "behaviour_log_probs": behaviour_log_probs,
         "args": args,
         "trainer": type(actor.trainer).__module__,

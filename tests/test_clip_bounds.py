@@ -20,8 +20,11 @@ from openrlhf_bapo import (
     ContributionTally,
     find_clip_bounds,
     solve_clip_bounds,
+    tally_at_bounds,
     tally_contributions,
 )
+from openrlhf_bapo.core import clip_bounds
+from openrlhf_bapo.core.clip_bounds import PRESETS
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -186,10 +189,11 @@ def test_of_equally_good_points_the_first_on_the_path_is_taken():
 
 
 def test_a_tally_is_made_and_solved_without_reading_a_value_on_the_host():
-    meta = torch.ones(3, device="meta")  # a meta tensor has no values to read
     config = ClipConfig()
-    found = solve_clip_bounds(tally_contributions(meta, meta, meta, config), config)
-    assert all(getattr(found, field.name).shape == () for field in fields(ClipBounds))
+    for num in (3, 100_000):
+        meta = torch.ones(num, device="meta")  # a meta tensor has no values to read
+        found = solve_clip_bounds(tally_contributions(meta, meta, meta, config), config)
+        assert all(getattr(found, field.name).shape == () for field in fields(ClipBounds))
 
 
 @pytest.mark.parametrize("name", ["lower", "upper", "positive_share", "initial_share", "clip_frac_positive"])
@@ -214,6 +218,59 @@ def test_more_tokens_than_lanes_are_all_added_up():
     assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
 
 
+def tally_in_buckets(ratio, advantages, mask, edges) -> torch.Tensor:
+    """The sums as a GPU makes them."""
+    return clip_bounds._sums_of_all(ratio, advantages, mask, edges, clip_bounds._LANES)
+
+
+def assert_same_sums(ratio, advantages, mask, config) -> None:
+    """Tallied in blocks and in buckets alone, on the grid and at a pair of bounds; counts and empty sums to the bit."""
+    bounds = [torch.tensor(grid()[-1], dtype=torch.float64) for grid in (config.lower_grid, config.upper_grid)]
+    for found, edges in (
+        (tally_contributions(ratio, advantages, mask, config), clip_bounds._edges(config, ratio.device, ratio.dtype)),
+        (tally_at_bounds(ratio, advantages, mask, *bounds), clip_bounds._Edges(*(x[None].to(ratio) for x in bounds))),
+    ):
+        expected = tally_in_buckets(ratio, advantages, mask, edges)
+        torch.testing.assert_close(found.sums, expected, rtol=1e-12, atol=0, equal_nan=True)
+        assert torch.equal(found.sums[2], expected[2])
+
+
+FINE = ClipConfig(ratio_lower_step=0.001, ratio_upper_max=900.0, ratio_upper_step=1.0)  # bounds close together, and far
+
+
+@given(
+    tokens(min_size=1),
+    st.one_of(clip_configs(), st.just(FINE)),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    st.integers(1, 50),
+    st.data(),
+)
+def test_tallied_in_blocks_and_in_buckets_alone_the_sums_are_the_same(token_list, config, dtype, num_a_block, data):
+    ratio, advantages, mask = as_tensors(token_list)
+    ratio = ratio.clamp(max=1e4).to(dtype)
+    bounds = torch.tensor(config.lower_grid() + config.upper_grid(), dtype=dtype)
+    for i in data.draw(st.lists(st.integers(0, len(ratio) - 1))):  # on a bound, or the next number beside one
+        bound = bounds[data.draw(st.integers(0, len(bounds) - 1))]
+        towards = torch.tensor(data.draw(st.sampled_from([0.0, float(bound), 1e4])), dtype=dtype)
+        ratio[i] = torch.nextafter(bound, towards)
+    garbage = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
+    for i in data.draw(st.lists(st.integers(0, len(ratio) - 1), max_size=3)):
+        ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
+        mask[i] = data.draw(st.sampled_from([0.0, math.nan]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip_bounds, "_FEW_TOKENS", 0)
+        patch.setattr(clip_bounds, "_BLOCK_TOKENS", num_a_block)
+        assert_same_sums(ratio, advantages, mask, config)
+
+
+@pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
+def test_a_tally_of_several_blocks_is_that_of_all_their_tokens(config):
+    generator, num = torch.Generator().manual_seed(0), 2 * clip_bounds._BLOCK_TOKENS + 3
+    ratio = (0.5 * torch.randn(num, generator=generator)).exp()
+    advantages, mask = torch.randn(num, generator=generator), torch.rand(num, generator=generator) < 0.7
+    assert_same_sums(ratio, advantages, mask, config)
+
+
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():
     assert ClipConfig().lower_grid() == [0.6 + k * 0.02 for k in range(16)]
     assert ClipConfig().upper_grid() == [1.2 + k * 0.05 for k in range(37)]
@@ -232,13 +289,14 @@ PUBLISHED = {
     "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share"),
     "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio"),
 }
+OURS = {"steady": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "gradient", "upper_first", "share")}
 
 
 def test_presets_hold_the_published_settings_in_every_field():
-    assert {name: astuple(ClipConfig.preset(name)) for name in PUBLISHED} == PUBLISHED
+    assert {name: astuple(ClipConfig.preset(name)) for name in PRESETS} == PUBLISHED | OURS
     assert tuple(field.name for field in fields(ClipConfig)) == FIELDS
     assert ClipConfig() == ClipConfig.preset("readme")
-    with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released"):
+    with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released, steady"):
         ClipConfig.preset("nonesuch")
 
 

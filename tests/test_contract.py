@@ -76,6 +76,19 @@ CALLABLES = [
         "SingleTurnAgentExecutor.execute",
         ["self", "prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine", "images"],
     ),
+    (
+        "openrlhf.utils.agent",
+        "SingleTurnAgentExecutor._fetch_rewards_via_func",
+        ["self", "queries_list", "prompts_list", "labels_list"],
+    ),
+    (
+        "openrlhf.utils.agent",
+        "SingleTurnAgentExecutor._fetch_rewards_via_http",
+        ["self", "queries_list", "prompts_list", "labels_list"],
+    ),
+    ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.init_checkpoint_states", ["self"]),
+    ("ray.experimental.internal_kv", "_internal_kv_put", ["key", "value", "namespace"]),
+    ("ray.experimental.internal_kv", "_internal_kv_exists", ["key", "namespace"]),
     ("openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples", ["self"]),
     (
         "openrlhf.trainer.ppo_utils.samples_generator",
@@ -122,6 +135,13 @@ SOURCES = [
     ("openrlhf.trainer.ppo_utils.samples_generator", "action_mask = action_mask[1:truncate_length]", "versions' shape"),
     ("openrlhf.trainer.ppo_utils.samples_generator", "sampling_params = SamplingParams(", "the engine's log-probs"),
     ("openrlhf.utils.agent", "request_output = await llm_engine.generate(", "responses made piece by piece"),
+    ("openrlhf.utils.agent", 'extra_logs=rewards_info.get("extra_logs") or {}', "why a response has no reward"),
+    ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "where OpenRLHF's own checks end"),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        "if global_step % self.args.ckpt.save_steps == 0:",
+        "a checkpoint at an interrupt",
+    ),
     ("openrlhf.trainer.ppo_trainer", "self.samples_generator = SamplesGenerator(", "rollouts under a token budget"),
     ("openrlhf.trainer.ppo_trainer_async", "self.samples_generator = SamplesGenerator(", "the same in async training"),
     ("openrlhf.trainer.ppo_trainer", "make_experience_batch(rollout_samples)", "what a rollout hands over stays one"),

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_bapo.adapter import evaluation
+from openrlhf_bapo.adapter.input_files import try_file
 from openrlhf_bapo.cli import evaluate
 from openrlhf_bapo.math_tasks.metrics import GradedResponse, evaluation_metrics
 
@@ -248,7 +249,7 @@ WRONG_FLAGS = [
     ({"temperature": -1}, "--temperature -1.0: "),
     ({"top_p": 0}, "--top_p 0.0: "),
     ({"max_problems": 0}, "--max_problems 0: "),
-    ({"reward": "missing.py"}, "--reward missing.py: is missing; allowed: "),
+    ({"reward": "missing.py"}, "--reward missing.py: no such file; allowed: "),
     ({"reward": "nonsense"}, "--reward nonsense: allowed: a reward-function file (.py), or HTTP URLs"),
     ({"reward": "http://a/get_reward,nonsense"}, "--reward http://a/get_reward,nonsense: allowed: "),
     ({"reward": "ftp://a/get_reward"}, "--reward ftp://a/get_reward: allowed: "),
@@ -350,8 +351,10 @@ def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
         "pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
         "def reward_func(queries, prompts, labels): ...\n"
     )
-    evaluation.try_reward_file(str(tmp_path / "reward.py"))
-    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # nobody has waited for its end
+    try_file("--reward", str(tmp_path / "reward.py"), "reward_func")
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    while child.exists() and child.read_text().split()[2] != "Z":  # what it has started ends with it
+        time.sleep(0.1)
 
 
 HOLDER = """

@@ -4,6 +4,7 @@ OpenRLHF's RemoteExperienceMaker does its own work here on samples from our Samp
 between processes stays in this one, and the actor's forward pass is `recomputed`.
 """
 
+import shutil
 from argparse import Namespace
 from dataclasses import fields
 
@@ -220,7 +221,7 @@ def test_without_replay_a_training_step_has_the_fresh_samples(tmp_path):
 def test_the_pool_has_the_flags_settings(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
     assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
-    assert (maker.policy_version, maker.version_offset, maker.last_checkpoint, maker.unfinished) == (0, 0, None, None)
+    assert (maker.policy_version, maker.version_offset, maker.unfinished) == (0, 0, None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -318,6 +319,20 @@ def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_step
     assert maker.metrics()["replay/groups_sampled"] == num_replayed
 
 
+def test_a_reward_that_logs_more_or_less_than_it_did_is_logged_where_all_samples_know_it(tmp_path):
+    maker = make_maker(tmp_path, replay__ratio=1)
+    for version, logs in enumerate(({"old": 1.0, "both": 2.0}, {"both": 3.0, "new": 4.0})):
+        publish(maker, version)
+        responses = [
+            [pipeline.response(2, float(i), version) | {"extra_logs": logs} for i in range(NUM_SAMPLES)]
+            for _ in range(4)
+        ]
+        (batch,) = maker.make_experience_batch([sample for group in responses for sample in generated(maker, group)])
+        dropped = maker.metrics()["replay/logs_dropped"]
+    assert len(batch.sequences) == 32 and dropped == 2
+    assert {"old", "new"}.isdisjoint(batch.info) and sorted(batch.info["both"]) == [2.0] * 16 + [3.0] * 16
+
+
 def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     maker.make_experience_batch(rollout(maker))
@@ -398,3 +413,87 @@ def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
     maker.make_experience_batch(samples)
     metrics = maker.metrics()
     assert (metrics["replay/groups_skipped"], metrics["replay/groups_added"]) == (1, 3)
+
+
+# ---- checkpoints ----
+
+
+def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_path):
+    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, remove_pruned
+    from openrlhf_bapo.adapter.trainer import _save_pools_first
+
+    maker = make_maker(tmp_path, replay__ratio=0.5, ckpt__path=tmp_path / "ckpt")
+    maker.make_experience_batch(rollout(maker))
+    publish(maker, 3)
+    actors = tmp_path / "ckpt/_actor"
+    written = []
+
+    def save_checkpoint(method_name: str, tag: str = "", **_) -> None:
+        if method_name == "save_checkpoint":
+            written.append((tag, (tmp_path / "ckpt/_replay" / tag / "pool.json").exists()))
+            (actors / tag).mkdir(parents=True)
+            (actors / "latest").write_text(tag)
+
+    trainer = Namespace(experience_maker=maker, args=maker.args, actor_model_group=Namespace())
+    trainer.actor_model_group.async_run_method = save_checkpoint
+    _save_pools_first(trainer)
+    trainer.actor_model_group.async_run_method("fit")
+    for tag in ("global_step2", "best_global_step4"):
+        trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag=tag, client_states={})
+    assert written == [("global_step2", True), ("best_global_step4", True)]
+    maker.args.ckpt.load_enable = True
+    pool, state = load_saved_pool(maker.args)
+    assert (len(pool), state["policy_version"]) == (len(maker.pool), 3)
+
+    (actors / "global_step2").rmdir()  # as OpenRLHF prunes
+    (tmp_path / "ckpt/_replay/best_global_step4").rename(tmp_path / "ckpt/_replay/best_global_step4.old")
+    remove_pruned(maker.args)
+    assert [path.name for path in (tmp_path / "ckpt/_replay").iterdir()] == ["best_global_step4.old"]
+    assert len(load_saved_pool(maker.args)[0]) == len(maker.pool)
+
+    maker.args.ckpt.disable_ds = True
+    trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag="global_step9")
+    assert written[-1] == ("global_step9", False)
+
+
+def test_a_run_resumes_the_newest_checkpoint_for_which_everything_is_whole_and_says_so(tmp_path, capsys):
+    from openrlhf_bapo.adapter.arguments import parse
+    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
+
+    path = tmp_path / "ckpt"
+    flags = dict(replay__ratio=1, ckpt__path=path, critic__model_name_or_path=tmp_path / "model")
+    flags |= dict(algo__advantage__estimator="gae")
+    maker = make_maker(tmp_path, **flags)
+    for step in (2, 4, 6, 10):
+        publish(maker, step)
+        save_pools(Namespace(experience_maker=maker, args=maker.args), f"global_step{step}")
+        for group in ("_actor", "_critic"):
+            (path / group / f"global_step{step}").mkdir(parents=True)
+            (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+            (path / group / "latest").write_text("global_step10")
+    argv = [*pipeline.flags(tmp_path, **flags), "--ckpt.load_enable"]
+
+    def resumed() -> tuple[str | None, str]:
+        args = parse(argv)
+        flat = Namespace(**{"ckpt.resume_from": args.ckpt.resume_from, "ckpt.path": args.ckpt.path})
+        use_checkpoint(flat)
+        assert {(path / group / "latest").read_text() for group in ("_actor", "_critic")} == {args.ckpt.resume_from}
+        assert load_saved_pool(args)[1]["policy_version"] == int(args.ckpt.resume_from.removeprefix("global_step"))
+        return args.ckpt.resume_from, capsys.readouterr().err
+
+    assert resumed() == ("global_step10", "")
+    # A critic that had not got as far, then a pool that is missing, then one that is damaged.
+    (path / "_critic/latest").write_text("global_step6")
+    assert resumed() == ("global_step6", "")
+    shutil.rmtree(path / "_replay/global_step6")
+    tag, (line,) = "global_step4", (said := resumed())[1].splitlines()
+    assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
+    (path / "_replay/global_step4/groups.safetensors").write_text("")
+    tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
+    assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
+    shutil.rmtree(path / "_replay")
+    with pytest.raises(SystemExit) as exit_:
+        parse(argv)
+    assert exit_.value.code == 2 and "_replay/global_step2" in capsys.readouterr().err
+    assert parse([*argv, "--replay.discard_saved"]).ckpt.resume_from == "global_step2"
+    assert parse(pipeline.flags(tmp_path, **flags)).ckpt.resume_from is None

@@ -370,6 +370,7 @@ RATIO_CASES = {
     "the engine's log-probs": ({"offpolicy__ratio_base": "rollout"}, 6, 6),
     "replay": ({"replay__ratio": 1}, 12, 12),
     "per micro-batch": ({"bapo__scope": "micro_batch"}, 0, 0),
+    "steady bounds": ({"bapo__smoothing": 20, "replay__ratio": 1}, 0, 0),
     "ppo": ({"policy_loss": "ppo"}, 0, 0),
     "dynamic batch": (DYNAMIC | {"train__max_tokens_per_gpu": 16}, 5, 5),
     "dynamic batch, all in one on 2 ranks": (DYNAMIC | {"train__max_tokens_per_gpu": 63}, 5, 0),

@@ -153,7 +153,8 @@ def _generate_greedily(directory: Path) -> None:
 @pytest.mark.pipeline
 def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
     recorder = recordings.environment(directory / "recording")
-    flags = partial_flags(directory, partial__oversample=3, partial__token_budget=8)
+    flags = dict(partial__oversample=3, partial__token_budget=8, partial__max_staleness=2, partial__on_stale="finish")
+    flags = partial_flags(directory, **flags)
     steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")
@@ -166,6 +167,12 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     assert totals["partial/dropped"] == steps[-1]["partial/in_flight"] == steps[-1]["partial/waiting"] == 0
     assert max(step["partial/in_flight"] for step in steps) > 0 < totals["partial/resumed"]
     assert all(0 <= step["partial/slowest_share"] < 1 for step in steps)
+    # A response ends of itself, or is finished where it is before it is too old, as truncated, and counted.
+    mask = batch["action_mask"] > 0
+    last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
+    assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
+    assert totals["partial/finished"] == (batch["truncated"] > 0)[mask.sum(-1) < 64].sum() > 0
+    assert max(step["offpolicy/staleness_max"] for step in steps) == 2
 
     policies = recordings.Policies(directory / "model", directory / "recording")
     assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=False)
@@ -175,9 +182,15 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, recordings.steps_by_version(batch, num_first=2))
 
 
+ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
+
+
 @pytest.mark.pipeline
-def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and_trains_on_every_prompt_once(directory):
-    flags = partial_flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2)
+@pytest.mark.parametrize("mode", [{}, ASYNC], ids=["sync", "async"])
+def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and_trains_on_every_prompt_once(
+    directory, mode
+):
+    flags = partial_flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2, **mode)
     killed_at = random.randint(1, 4)
     saved = directory / f"ckpt/_partial/global_step{killed_at}/pool.json"
     log, command = directory / "killed.log", [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
@@ -198,20 +211,18 @@ def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and
     counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
     assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
     policies = recordings.Policies(directory / "model", *folders)
-    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=False)
+    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=bool(mode))
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
     # What was begun before the kill was finished after it.
     assert (after["versions"].masked_fill(after["action_mask"] == 0, 99) < version).any()
     assert max(num_versions(after)) >= 2
 
 
-ASYNC = dict(train__async_enable=True, train__async_queue_size=2, partial__oversample=2)
-
-
 @pytest.mark.pipeline
 def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_that_wrote_it(directory):
     recorder = recordings.environment(directory / "recording")
-    steps = pipeline.steps(pipeline.train(directory, partial_flags(directory, **ASYNC), "async", **recorder))
+    flags = partial_flags(directory, partial__oversample=2, **ASYNC)
+    steps = pipeline.steps(pipeline.train(directory, flags, "async", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")
     counted = prompts_trained(batch)
@@ -228,7 +239,7 @@ def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_t
 def test_with_pausing_and_replay_a_response_is_written_across_updates_and_rollouts(directory):
     recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
     flags = dict(train__partial_rollout_enable=True, replay__ratio=1, replay__max_staleness=4, replay__max_reuse=1)
-    argv = partial_flags(directory, **ASYNC, **flags)
+    argv = partial_flags(directory, partial__oversample=2, **ASYNC, **flags)
     steps = pipeline.steps(pipeline.train(directory, argv, "mixed", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")
@@ -238,6 +249,47 @@ def test_with_pausing_and_replay_a_response_is_written_across_updates_and_rollou
     policies = recordings.Policies(directory / "model", directory / "recording")
     assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
     assert max(num_versions(batch)) >= 3
+
+
+@pytest.mark.pipeline
+def test_with_filtering_and_replay_every_prompt_is_trained_on_once_as_fresh_or_counted_by_reason(directory):
+    # Which groups are filtered is known by the prompt: their rewards are 0 where its second number is 3 or 7.
+    reward = (directory / "reward.py").read_text()
+    reward = reward.replace("/ 8 for q", "/ 8 + 0.1 if p[2] not in '37' else 0.0 for q")
+    (directory / "reward.py").write_text(reward)
+    flags = dict(algo__dynamic_filtering_enable=True, replay__ratio=1, replay__max_reuse=1)
+    flags = partial_flags(directory, partial__oversample=2, **flags) + ["--algo.dynamic_filtering_range", "0", "100"]
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, flags, "filtered", **recorder))
+    totals = Counter()
+    for step in steps:
+        totals.update(step)
+    batch = recordings.trained_on(directory / "recording")
+    counted = prompts_trained(batch)
+    is_filtered = [n % 10 in (3, 7) for n in range(NUM_PROMPTS)]
+    assert totals["partial/dropped_filtered"] == sum(is_filtered) == 19
+    assert not any(pipeline.CHARACTERS[prompt[2] - 3] in "37" for prompt in counted)
+    # Of the other 77 the last rollout has 13, which make three micro-batches of 4 groups.
+    assert totals["partial/dropped_left_over"] == 1 and totals["partial/dropped"] == 20
+    assert totals["partial/started"] == NUM_PROMPTS and totals["partial/taken"] == len(counted) == 76
+    assert len(steps) == 5 and totals["replay/samples_dropped"] == 0
+    assert Counter(counted.values()) == {
+        NUM_SAMPLES: 76 - totals["replay/groups_sampled"],
+        2 * NUM_SAMPLES: totals["replay/groups_sampled"],
+    }
+    assert totals["replay/groups_sampled"] > 0 < totals["partial/resumed"]
+
+    # What is replayed has kept its denominators: the actor's of its then newest tokens, the engine's of the others.
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    mask = batch["action_mask"] > 0
+
+    def distance(shift: int) -> torch.Tensor:
+        found = [policies.log_probs(batch, batch["versions"] + shift, sampled) for sampled in (False, True)]
+        return torch.minimum(*((log_probs - batch["denominators"]).abs()[mask] for log_probs in found))
+
+    assert distance(0).max() < recordings.CLOSE
+    assert min(distance(shift).nanmedian() for shift in (-1, 1)) > recordings.APART
+    assert max(num_versions(batch)) >= 2
 
 
 if __name__ == "__main__":

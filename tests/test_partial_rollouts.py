@@ -17,7 +17,7 @@ from openrlhf_bapo.core.partial_rollouts import ON_STALE, REASONS, PartialConfig
 from openrlhf_bapo.core.replay_pool import ReplayPoolError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
-DISCARD = "or pass --partial.discard_saved to start with an empty pool"
+DISCARD = "or pass --partial.discard_saved to start without it"
 
 configs = st.builds(
     PartialConfig,

@@ -341,7 +341,7 @@ def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
     (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
     (directory / "ckpt/_actor/latest").write_text("global_step1")
     generator.pool.save(directory / "ckpt/_partial/global_step1", state, _partial_fingerprint(generator.args))
-    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, rollout__micro_batch_size=6)
+    sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, train__micro_batch_size=6)
     return pipeline.flags(directory, policy_loss="bapo", ckpt__load_enable=True, ckpt__path=directory / "ckpt", **sizes)
 
 
@@ -372,7 +372,9 @@ def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(d
         return capsys.readouterr().err.strip().splitlines()[-1]
 
     message = refusal(flags)
-    assert f"{len(generator.pool)} prompts with unfinished responses; give --partial.token_budget" in message
+    assert (
+        f"{len(generator.pool)} prompts with responses that were not trained on; give --partial.token_budget" in message
+    )
     assert "--partial.discard_saved" in message
     pipeline.parse([*flags, "--partial.discard_saved"])
     budget = [*flags, "--partial.token_budget", "5"]

@@ -1,5 +1,6 @@
 """The README's example commands, as a newcomer runs them: the policy learns, the bounds move, the curves are drawn."""
 
+import importlib
 import itertools
 import json
 import math
@@ -71,3 +72,53 @@ def test_the_replay_example_trains_on_stale_tokens_within_the_bound_on_two_ranks
     assert set(logged("replay/samples_dropped")) == {0}
     assert set(logged("rollout/num_samples")) == {256}  # fresh samples only
     assert all(0 < mismatch < 0.1 for mismatch in logged("offpolicy/engine_mismatch"))
+
+
+def test_divisions_are_worked_out_rightly_their_lengths_have_a_heavy_tail_and_the_reward_wants_the_remainder(
+    monkeypatch,
+):
+    monkeypatch.syspath_prepend(pipeline.REPOSITORY / "examples/quickstart")
+    prepare, reward = (importlib.import_module(name) for name in ("prepare", "reward"))
+    task = prepare.TASKS["remainder"]
+    problems = task.make(0)
+    quotients = []
+    for problem in problems:
+        # "79-22=" + "57-22=35-22=13-22=90", whose numbers have their units first: 97, less 22 again and again.
+        *steps, rest = (problem["prompt"] + problem["response"]).split("=")
+        (left, divisor), *others = [[int(number[::-1]) for number in step.split("-")] for step in steps]
+        for number, again in [*others, [int(rest[::-1]), divisor]]:
+            left -= divisor
+            assert (left, divisor) == (number, again)
+        assert 0 <= left < divisor
+        quotients.append(len(steps))
+    assert len({problem["prompt"] for problem in problems}) == len(problems) == 99 * 100 / 2
+    for x in (2, 5, 10, 20, 50):
+        assert 0.5 / x < sum(quotient >= x for quotient in quotients) / len(quotients) < 1.5 / x
+    assert max(len(problem["prompt"] + problem["response"]) + 1 for problem in problems) <= task.max_length
+
+    prompts, labels = [p["prompt"] for p in problems], [json.dumps(p["entry"]) for p in problems]
+
+    def mean_reward(edit) -> float:
+        queries = [p["prompt"] + edit(p["response"]) for p in problems]
+        return reward.reward_func(queries, prompts, labels)["rewards"].mean().item()
+
+    assert mean_reward(lambda response: response + reward.EOS) == 1
+    assert mean_reward(lambda response: response.rpartition("=")[2]) == 1  # however it was found
+    assert mean_reward(lambda response: response[:-2] + str((int(response[-2:]) + 1) % 100).zfill(2)) == 0
+    assert mean_reward(lambda response: response + "-") == 0
+
+
+def test_the_token_budgets_example_resumes_its_long_responses_and_trains_on_what_older_policies_wrote(tmp_path):
+    small = dict(STEPS="8", EVAL_STEPS="4", BUDGET="16")
+    _, scalars, _ = run("train_bapo_partial_quickstart.sh", tmp_path, "--eval.n_samples_per_prompt", "1", **small)
+
+    def logged(name: str) -> list[float]:
+        return scalars[f"train/{name}"][1]
+
+    steps, accuracy = scalars["eval/eval_remainder_pass1"]
+    assert steps[:2] == [0, 4] and 0.3 < accuracy[0] < 0.65
+    assert sum(logged("partial/started")) == 16 * 8 == sum(logged("partial/taken")) + sum(logged("partial/dropped"))
+    assert max(logged("offpolicy/staleness_max")) >= 1
+    # The tail: most responses fit into one budget, some take several.
+    assert max(logged("partial/segments_max")) >= 4 and min(logged("partial/segments_mean")) < 2
+    assert sum(logged("partial/resumed")) > 16

@@ -113,7 +113,10 @@ def planned(tiny):
         ({"rollout.max_new_tokens": 24}, "--rollout.max_new_tokens 24: .* --data.max_len 24"),
         ({"vllm.gpu_memory_utilization": 0.001}, "--vllm.gpu_memory_utilization 0.001: .* KV"),
         ({"vllm.gpu_memory_utilization": 1.1}, "engine's GPU needs .* 'generation' .* lower --vllm.gpu_memory_util"),
-        ({"rollout.micro_batch_size": 10**9}, "actor's GPU needs .* 'log-probs' .* --rollout.micro_batch_size"),
+        (
+            {"rollout.batch_size": 10**9, "rollout.micro_batch_size": 10**9},
+            "actor's GPU needs .* 'log-probs' .* --rollout.micro_batch_size",
+        ),
     ],
 )
 def test_what_would_fail_only_after_ray_has_started_is_in_the_plan(planned, changes, problem):

@@ -1,6 +1,7 @@
 """Old tokens through the real pipeline: the policy that a ratio is taken against, staleness, replay and resuming."""
 
 import os
+import shutil
 import signal
 import sys
 
@@ -10,7 +11,7 @@ import recordings
 import torch
 
 from openrlhf_bapo.adapter.flags import replay_config_from_args
-from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, pool_directory
+from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, load_steady_bounds, pool_directory
 
 
 @pytest.fixture
@@ -120,29 +121,38 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
             "        time.sleep(0.2)\n"
             "    return odd_digits(queries, prompts, labels, **kwargs)\n"
         )
-    flags = replay_flags(directory, ckpt__save_steps=3, ckpt__max_num=1)
+    flags = replay_flags(directory, ckpt__save_steps=2, ckpt__max_num=2, bapo__smoothing=3)
     command = [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
     log = directory / "killed.log"
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
         pipeline.wait_until(lambda: "Global step 5" in log.read_text(), process, log)
         os.killpg(process.pid, signal.SIGKILL)
     waiting.unlink()
+    shutil.rmtree(directory / "ckpt/_replay/global_step4")  # the checkpoint before it is whole
 
-    resume = [*flags, "--ckpt.load_enable"]
+    # Bounds that no longer follow show which ones the run goes on with.
+    resume = [*flags, "--ckpt.load_enable", "--bapo.smoothing", "1e12"]
     args = pipeline.parse(resume)
-    pool, state = load_saved_pool(args)
+    assert args.ckpt.resume_from == "global_step2" and "resumes global_step2, because" in capsys.readouterr().err
+    pool, state = load_saved_pool(args, args.ckpt.resume_from)
     version = state["policy_version"]
-    assert version == 3 and len(pool) >= 8
+    assert version == 2 and len(pool) >= 8
     pool.sample(0, version)
     num_groups = min(16, len(pool)) // 8 * 8  # whole optimizer steps of 32 samples
     drawn = [sample for group in pool.sample(num_groups, version) for sample in group.samples]
 
+    steady = load_steady_bounds(args, args.ckpt.resume_from)
+    bounds = {"low": float(steady["lower"]), "high": float(steady["upper"])}
+    assert abs(bounds["low"] - 0.75) > 0.01 < abs(bounds["high"] - 2.1)  # two steps have moved them
+
     # The first broadcast is that of the resumed weights.
     recorder = recordings.environment(directory / "resumed", start=version - 1)
     first, *_, last = steps = pipeline.steps(pipeline.train(directory, resume, "resumed", **recorder))
-    assert len(steps) == 7  # 4 to 10
+    assert len(steps) == 8  # 3 to 10
     assert first["replay/groups_sampled"] * 4 == len(drawn) > 0
     assert last["offpolicy/staleness_max"] <= 4
+    for name, bound in bounds.items():
+        assert [step[f"bapo/clip_{name}"] for step in steps] == pytest.approx([bound] * 8, abs=1e-6)
     folders, counted = [directory / "killed", directory / "resumed"], {}
     for i, logged in enumerate([pipeline.steps(log.read_text()), steps]):
         batch = recordings.trained_on(folders[i])
@@ -157,14 +167,15 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
         if trained_at == version and staleness.any()
     )
     # Pruned together with OpenRLHF's own.
-    assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == {
-        d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()
-    }
+    kept = {d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()}
+    assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == kept
+    assert {d.name for d in (directory / "ckpt/_steady").iterdir()} == kept
 
+    for file in directory.glob("ckpt/_replay/*/groups.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
     saved = pool_directory(args.ckpt.path) / "groups.safetensors"
-    content = bytearray(saved.read_bytes())
-    content[-1] ^= 1
-    saved.write_bytes(content)
     with pytest.raises(SystemExit) as exit_:
         pipeline.parse(resume)
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -20,7 +20,7 @@ from openrlhf_bapo.core import replay_pool
 from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool, ReplayPoolError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
-DISCARD = "or pass --replay.discard_saved to start with an empty pool"
+DISCARD = "or pass --replay.discard_saved to start without it"
 
 
 def make_group(

@@ -99,6 +99,15 @@ def test_the_bounds_never_leave_the_ranges(stream, config, half_life, of):
         assert config.ratio_upper_start <= upper <= config.ratio_upper_max
 
 
+def test_rounding_does_not_carry_a_bound_past_the_end_of_its_range():
+    start, before, end = 0.2680244251756223, 0.43728651537447555, 0.9893923781965156
+    assert before + (end - before) > end
+    config = replace(GRADIENT, ratio_lower_start=start, ratio_lower_max=end, ratio_lower_step=end - start)
+    steady = SteadyBounds(config, SmoothingConfig(1e-9, start=(before, 1.2)))
+    steady.update(tally([(1.0, -1.0, 1.0)], config))  # sent to the far corner, at once
+    assert float(steady.lower) == config.lower_grid()[-1] == end
+
+
 @given(tokens(min_size=1), clip_configs(), st.floats(0.1, 1.0), averages)
 def test_a_constant_stream_is_followed_to_what_the_search_finds_on_it(token_list, config, half_life, of):
     steady = SteadyBounds(config, SmoothingConfig(half_life, of))

@@ -1,9 +1,17 @@
-"""Makes the quickstart's start: a tiny policy that can nearly add, and prompts to train and evaluate it on.
+"""Makes the quickstart's start: a tiny policy that can nearly do a task, and prompts to train and evaluate it on.
 
-The tasks are sums of two two-digit numbers from reasoning-gym's `chain_sum`; a prompt is the entry's expression without
-its sentence and spaces, "48+95=", to keep sequences short. The policy is a Qwen2 of 0.3 million parameters over single
-characters, fine-tuned until it samples the right answer about four times in ten: a start from which reinforcement
-learning has right and wrong answers to the same prompt to learn from.
+The tasks, by name:
+
+* `chain_sum`: sums of two two-digit numbers from reasoning-gym; a prompt is the entry's expression without its sentence
+  and spaces, "48+95=", to keep sequences short, and its response the answer, "143".
+* `remainder`: division of numbers below 100 by repeated subtraction, every step written down. Numbers have their units
+  first, so that a borrow is known when it is needed: "79-22=" (97 and 22) has the response "57-22=35-22=13-22=90". Of
+  two random numbers the quotient q has a heavy tail, and so has the response's length of 6 q - 3 tokens: q is at least
+  x for about one prompt in x. Half of the responses have 3 tokens, one in a hundred about 300 and more.
+
+The policy is a Qwen2 of 0.3 million parameters over single characters, fine-tuned until it samples the right answer
+about four times in ten: a start from which reinforcement learning has right and wrong answers to the same prompt to
+learn from.
 """
 
 import argparse
@@ -13,20 +21,41 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-CHARACTERS = "0123456789+="
 PAD, EOS, UNKNOWN = 0, 1, 2
-PROMPT_LENGTH, ANSWER_LENGTH = 6, 4  # tokens; an answer has up to three digits and the end of the sequence
+PROMPT_LENGTH = 6  # tokens, which are characters
 
-NUM_HELDOUT, NUM_VALIDATION, NUM_TRAIN = 200, 256, 3200  # the other prompts, about 4,400, are fine-tuned on
+NUM_HELDOUT, NUM_VALIDATION = 200, 256
 TARGET_ACCURACY, MAX_STEPS = 0.4, 400
-BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 256, 3e-3, 20
+LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 CHECK_EVERY = 10  # fine-tuning steps
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a policy learns."""
+
+    make: Callable[[int], list[dict]]
+    """All problems, in an order that depends on the seed alone: "prompt", "response" (the right one), and "entry", the
+    label, a reasoning-gym entry or what looks like one."""
+
+    characters: str
+
+    max_length: int
+    """Tokens of prompt, response and end."""
+
+    num_train: int
+    """Prompts to train on; those that are neither these nor evaluated on are fine-tuned on."""
+
+    batch_size: int
+    """Of fine-tuning."""
+
+
 def sums(seed: int) -> list[dict]:
-    """All distinct two-digit additions among many reasoning-gym entries, in an order that depends on the seed alone."""
+    """All distinct two-digit additions among many reasoning-gym entries."""
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     dataset = ChainSumDataset(ChainSumConfig(max_terms=2, min_digits=2, max_digits=2, size=60_000, seed=seed))
@@ -36,24 +65,52 @@ def sums(seed: int) -> list[dict]:
             by_prompt.setdefault(expression.replace(" ", "") + "=", entry)
     prompts = sorted(by_prompt)
     random.Random(seed).shuffle(prompts)
-    return [{"prompt": prompt, "entry": by_prompt[prompt]} for prompt in prompts]
+    entries = [by_prompt[prompt] for prompt in prompts]
+    return [{"prompt": p, "response": e["answer"], "entry": e} for p, e in zip(prompts, entries, strict=True)]
 
 
-def write_tasks(tasks: list[dict], path: Path) -> None:
-    """Prompts as OpenRLHF reads them; the label is the reasoning-gym entry that `reward.py` scores against."""
+def remainders(seed: int) -> list[dict]:
+    """All divisions of a number below 100 by one that is not larger."""
+
+    def written(number: int) -> str:
+        return f"{number:02}"[::-1]
+
+    problems = []
+    for divisor in range(1, 100):
+        for dividend in range(divisor, 100):
+            left = range(dividend - divisor, -1, -divisor)
+            problems.append(
+                {
+                    "prompt": f"{written(dividend)}-{written(divisor)}=",
+                    "response": f"-{written(divisor)}=".join(map(written, left)),
+                    "entry": {"answer": written(left[-1]), "metadata": {"is_worked_out": True}},
+                }
+            )
+    random.Random(seed).shuffle(problems)
+    return problems
+
+
+TASKS = {
+    "chain_sum": Task(sums, characters="0123456789+=", max_length=10, num_train=3200, batch_size=256),
+    "remainder": Task(remainders, characters="0123456789-=", max_length=600, num_train=1600, batch_size=128),
+}
+
+
+def write_problems(problems: list[dict], task: str, path: Path) -> None:
+    """Prompts as OpenRLHF reads them; the label is the entry that `reward.py` scores against."""
     with open(path, "w") as file:
-        for task in tasks:
-            row = {"input": task["prompt"], "label": json.dumps(task["entry"]), "datasource": "chain_sum"}
+        for problem in problems:
+            row = {"input": problem["prompt"], "label": json.dumps(problem["entry"]), "datasource": task}
             file.write(json.dumps(row) + "\n")
 
 
-def make_tokenizer():
+def make_tokenizer(task: Task):
     """One token a character; text comes back from tokens as it was."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = {"<pad>": PAD, "<eos>": EOS, "<unk>": UNKNOWN}
-    vocabulary = special | {character: len(special) + i for i, character in enumerate(CHARACTERS)}
+    vocabulary = special | {character: len(special) + i for i, character in enumerate(task.characters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -61,7 +118,7 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def make_model(seed: int):
+def make_model(task: Task, seed: int):
     """An untrained policy; heads of 32 dimensions, which vLLM's CPU attention supports."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -69,15 +126,15 @@ def make_model(seed: int):
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=3 + len(CHARACTERS),
+            vocab_size=3 + len(task.characters),
             hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
-            max_position_embeddings=64,
+            max_position_embeddings=max(64, task.max_length),
             initializer_range=0.05,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # sequences of ten tokens
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # what counts is ten tokens back
             bos_token_id=None,
             eos_token_id=EOS,
             pad_token_id=PAD,
@@ -85,38 +142,42 @@ def make_model(seed: int):
     )
 
 
-def encode(tasks: list[dict], tokenizer):
-    """Prompt, answer, end and padding as token ids, [num_tasks, PROMPT_LENGTH + ANSWER_LENGTH]."""
+def encode(problems: list[dict], tokenizer) -> list:
+    """Prompt, response and end of every problem as token ids, [length] each."""
     import torch
 
-    ids = torch.full((len(tasks), PROMPT_LENGTH + ANSWER_LENGTH), PAD)
-    for row, task in zip(ids, tasks, strict=True):
-        tokens = [*tokenizer(task["prompt"] + task["entry"]["answer"])["input_ids"], EOS]
-        row[: len(tokens)] = torch.tensor(tokens)
-    return ids
+    ids = tokenizer([problem["prompt"] + problem["response"] for problem in problems])["input_ids"]
+    return [torch.tensor([*tokens, EOS]) for tokens in ids]
 
 
-def sampled_accuracy(model, ids) -> float:
-    """How often two answers sampled at temperature 1 to each of `ids`' prompts are right, end included."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    ids = ids.repeat(2, 1)
-    sampled = ids[:, :PROMPT_LENGTH]
-    ended = torch.zeros(len(ids), dtype=torch.bool)
-    with torch.no_grad():
-        for _ in range(ANSWER_LENGTH):
-            probabilities = model(sampled).logits[:, -1].softmax(-1)
-            token = torch.multinomial(probabilities, 1, generator=generator)[:, 0].masked_fill(ended, PAD)
-            ended |= token == EOS
-            sampled = torch.cat([sampled, token[:, None]], 1)
-    return (sampled == ids).all(1).float().mean().item()
-
-
-def fine_tune(model, ids, validation, seed: int) -> None:
-    """Train in place on prompts with their answers until the target accuracy; exits if it is never reached."""
+def log_probs_of_responses(model, sequences: list) -> Iterator:
+    """For batches of sequences of similar length, of every response's tokens, [sequences, tokens]; 0 where padded."""
     import torch
     from torch.nn.functional import cross_entropy
+
+    batches = []
+    for tokens in sorted(sequences, key=len):
+        if not batches or len(tokens) > 1.5 * len(batches[-1][0]) + 8:
+            batches.append([])
+        batches[-1].append(tokens)
+    for batch in batches:
+        ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=PAD)
+        logits = model(ids[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
+        yield -cross_entropy(logits.transpose(1, 2), ids[:, PROMPT_LENGTH:], ignore_index=PAD, reduction="none")
+
+
+def sampled_accuracy(model, sequences: list) -> float:
+    """How often responses sampled at temperature 1 are the right ones, in the mean over all draws."""
+    import torch
+
+    with torch.no_grad():
+        found = [log_probs.sum(-1).exp() for log_probs in log_probs_of_responses(model, sequences)]
+    return torch.cat(found).mean().item()
+
+
+def fine_tune(model, sequences: list, validation: list, batch_size: int, seed: int) -> None:
+    """Train in place on prompts with their responses until the target accuracy; exits if it is never reached."""
+    import torch
 
     # One thread: these matrices are too small to share, and a second thread waits for any other program's core.
     torch.set_num_threads(1)
@@ -125,18 +186,19 @@ def fine_tune(model, ids, validation, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     start = time.monotonic()
     for step in range(1, MAX_STEPS + 1):
-        batch = ids[torch.randint(len(ids), (BATCH_SIZE,), generator=generator)]
-        logits = model(batch[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
-        answer = batch[:, PROMPT_LENGTH:]
-        loss = cross_entropy(logits.flatten(0, 1), answer.flatten(), ignore_index=PAD)
+        chosen = [sequences[i] for i in torch.randint(len(sequences), (batch_size,), generator=generator)]
+        num_tokens, loss = sum(len(tokens) - PROMPT_LENGTH for tokens in chosen), 0.0
         optimizer.zero_grad()
-        loss.backward()
+        for log_probs in log_probs_of_responses(model, chosen):
+            part = -log_probs.sum() / num_tokens
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
         if step % CHECK_EVERY == 0:
             accuracy = sampled_accuracy(model, validation)
-            progress = f"step {step:3}  loss {loss.item():.3f}  sampled accuracy {accuracy:.3f}"
+            progress = f"step {step:3}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}"
             print(f"[{time.monotonic() - start:4.0f} s] fine-tuning {progress}", flush=True)
             if accuracy >= TARGET_ACCURACY:
                 return
@@ -147,31 +209,34 @@ def main() -> None:
     """Make the start, unless it is there; an interrupted run leaves nothing that looks complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to make")
+    parser.add_argument("--task", choices=TASKS, default="chain_sum", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    settings = {"seed": args.seed, "source": Path(__file__).read_text()}
+    settings = {"task": args.task, "seed": args.seed, "source": Path(__file__).read_text()}
     record = args.output / "settings.json"
     if record.exists() and json.loads(record.read_text()) == settings:
         print(f"the policy to start from is in {args.output}")
         return
 
-    print("making a policy that can nearly add", flush=True)
+    print(f"making a policy for the task {args.task}", flush=True)
     aside = args.output.with_name(args.output.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    tasks = sums(args.seed)
-    heldout, tasks = tasks[:NUM_HELDOUT], tasks[NUM_HELDOUT:]
-    validation, tasks = tasks[:NUM_VALIDATION], tasks[NUM_VALIDATION:]
-    write_tasks(heldout, aside / "heldout.jsonl")
-    write_tasks(tasks[:NUM_TRAIN], aside / "train.jsonl")
+    task = TASKS[args.task]
+    problems = task.make(args.seed)
+    heldout, problems = problems[:NUM_HELDOUT], problems[NUM_HELDOUT:]
+    validation, problems = problems[:NUM_VALIDATION], problems[NUM_VALIDATION:]
+    write_problems(heldout, args.task, aside / "heldout.jsonl")
+    write_problems(problems[: task.num_train], args.task, aside / "train.jsonl")
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers loads, would warn that it found none
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer, model = make_tokenizer(), make_model(args.seed)
-    fine_tune(model, encode(tasks[NUM_TRAIN:], tokenizer), encode(validation, tokenizer), args.seed)
+    tokenizer, model = make_tokenizer(task), make_model(task, args.seed)
+    others = encode(problems[task.num_train :], tokenizer)
+    fine_tune(model, others, encode(validation, tokenizer), task.batch_size, args.seed)
     tokenizer.save_pretrained(aside / "model")
     model.to(torch.bfloat16).save_pretrained(aside / "model")
     (aside / "settings.json").write_text(json.dumps(settings))

@@ -3,6 +3,7 @@
 Importing this module puts both of its classes into their seams in `openrlhf.trainer.ray.ppo_actor`.
 """
 
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
-from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy
+from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy, smoothing_config_from_args
 from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
+from openrlhf_bapo.adapter.replay_checkpoint import load_steady_bounds, save_steady_bounds
 from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 
@@ -52,7 +54,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     With `--bapo.scope update` the bounds come from all micro-batches of an optimizer step on all data-parallel ranks.
     One micro-batch a step: the loss finds them from the ratios it computes anyway. More: their ratios come from a
     forward without gradient over the window, except in the first step after fresh rollouts, whose denominators the
-    same weights have just computed, so that every ratio is 1.
+    same weights have just computed, so that every ratio is 1. With `--bapo.smoothing` an update is trained between
+    bounds that follow the updates before it, and tallied as it is trained.
 
     With `--policy_loss ppo` loss and bounds are upstream's; the same metrics are taken at its fixed bounds.
     """
@@ -65,12 +68,15 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
                 self.actor_loss_fn,
                 clip_config=clip_config_from_args(bapo),
+                smoothing=smoothing_config_from_args(bapo),
                 token_weight=bapo.token_weight,
                 group=self._group,
             )
             if bapo.scope == "update":
                 self.replay_buffer.update_ends = self._update_ends
                 self.replay_buffer.before_update = self._before_update
+            if (state := load_steady_bounds(self.args)) is not None:
+                self.actor_loss_fn.steady.load_state_dict(state)
         elif self.args.policy_loss == "ppo":
             self._fixed_bounds = BapoPolicyLoss.from_policy_loss(
                 self.actor_loss_fn, clip_config=_fixed_clip_config(self.actor_loss_fn), group=self._group
@@ -101,8 +107,12 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
                 "from an earlier checkpoint with --ckpt.load_enable, and a lower --actor.adam.lr if training led here"
             )
         if self.args.policy_loss == "bapo":
+            self.actor_loss_fn.end_update()
+            used, self.actor_loss_fn.used = self.actor_loss_fn.used, []
             found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
-            if found:
+            if used:
+                status.update(_bapo_metrics(used, without=("initial_share",)) | _found_metrics(found, used))
+            elif found:
                 status.update(_bapo_metrics(found))
             if self.args.bapo.scope == "update":
                 status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
@@ -174,6 +184,9 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     @torch.no_grad()
     def _before_update(self, window: list[Experience]) -> None:
+        if self.actor_loss_fn.steady is not None:
+            self.actor_loss_fn.end_update()
+            return
         ratio_is_one = self._is_first_update and self.args.offpolicy.ratio_base == "recomputed"
         ratio_is_one = ratio_is_one and not (self.args.replay.ratio or self.args.partial.token_budget)
         self._is_first_update = False
@@ -244,6 +257,21 @@ def _fixed_clip_config(loss: PolicyLoss) -> ClipConfig:
     return ClipConfig(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
 
 
+def _found_metrics(found: list[ClipBounds], used: list[ClipBounds]) -> dict[str, float]:
+    """What the search would have chosen for each update, and how far from it the used bounds were, both added up."""
+    rows = {
+        "initial_share": [f.initial_share for f in found],
+        "found_low": [f.lower for f in found],
+        "found_high": [f.upper for f in found],
+        "found_share": [f.positive_share for f in found],
+        "found_distance": [
+            (f.lower - u.lower).abs() + (f.upper - u.upper).abs() for f, u in zip(found, used, strict=True)
+        ],
+    }
+    means = torch.stack([torch.stack(row) for row in rows.values()]).nanmean(1)
+    return {f"bapo/{name}": mean for name, mean in zip(rows, means.tolist(), strict=True)}
+
+
 def _bapo_metrics(found: list[ClipBounds], without: tuple[str, ...] = ()) -> dict[str, float]:
     names = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
     logged = [field.name for field in fields(ClipBounds) if field.name not in without]
@@ -252,5 +280,18 @@ def _bapo_metrics(found: list[ClipBounds], without: tuple[str, ...] = ()) -> dic
     return {f"bapo/{names.get(name, name)}": mean for name, mean in zip(logged, means.nanmean(0).tolist(), strict=True)}
 
 
+def _saving_steady_bounds(save_checkpoint):
+    @functools.wraps(save_checkpoint)
+    def saving(self, tag: str, *args, **kwargs):
+        steady = getattr(self.trainer.actor_loss_fn, "steady", None)
+        if steady is not None and self.strategy.is_rank_0():
+            save_steady_bounds(self.strategy.args, tag, steady.state_dict())
+        return save_checkpoint(self, tag, *args, **kwargs)
+
+    return saving
+
+
+_policy_model_actor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
+_policy_model_actor.save_checkpoint = _saving_steady_bounds(_policy_model_actor.save_checkpoint)
 ppo_actor.ActorPPOTrainer = BapoActorTrainer
 ppo_actor.DataLoader = UpdateWindowLoader

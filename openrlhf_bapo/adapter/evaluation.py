@@ -16,9 +16,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +24,7 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from openrlhf_bapo.adapter.flags import FlagError
+from openrlhf_bapo.adapter.input_files import check_model, check_python_file, check_row, is_url, json_value
 from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK, register
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
@@ -37,19 +35,6 @@ MAX_NEW_TOKENS = 32768
 # Responses that an engine has to work on at a time. Fewer than vLLM can hold would idle it; many more would leave the
 # last problems to one engine.
 _RESPONSES_PER_ENGINE = 512
-
-# Loads a reward-function file as OpenRLHF's SingleTurnAgentExecutor (utils/agent.py) does. Only who comes to the last
-# line ends with this code, whatever threads the file has started, and if it ends its process itself.
-_LOADED = 42
-_LOAD_REWARD = f"""
-import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("reward_func", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-if not callable(module.reward_func):
-    raise TypeError("reward_func is no function")
-os._exit({_LOADED})
-"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,9 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
         in_file = []
         for number, line in enumerate(lines, start=1):
             if line.strip() and len(in_file) != max_problems:
-                row = _read_row(line, f"--data {file}: line {number}", input_key, label_key)
+                where = f"--data {file}: line {number}"
+                row = json_value(line, where)
+                check_row(row, where, {"--input_key": input_key, "--label_key": label_key})
                 in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or path.stem), row))
         if not in_file:
             raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one")
@@ -89,19 +76,6 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
             raise FlagError(f"--data {file}: is given twice; allowed: once")
         problems |= {problem.key: problem for problem in in_file}
     return list(problems.values())
-
-
-def _read_row(line: str, where: str, input_key: str, label_key: str) -> dict:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise FlagError(f"{where} is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise FlagError(f"{where} is not a JSON object")
-    for flag, key in (("--input_key", input_key), ("--label_key", label_key)):
-        if key not in row:
-            raise FlagError(f"{where} has no key {key!r}; allowed for {flag}: one of {', '.join(row)}")
-    return row
 
 
 @dataclass(frozen=True)
@@ -142,6 +116,7 @@ def make_prompts(
     from openrlhf.utils.utils import get_tokenizer
     from transformers import AutoConfig
 
+    check_model("--model", model, must_exist=True)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=True)
         tokenizer = get_tokenizer(model, None)
@@ -181,32 +156,14 @@ def reward_endpoints(reward: str | None) -> list[str]:
     """
     if reward is None:
         return [importlib.util.find_spec("openrlhf_bapo.adapter.math_reward").origin]
-    allowed = "allowed: a reward-function file (.py), or HTTP URLs, comma-separated"
+    allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
     if reward.endswith(".py"):
-        if not Path(reward).is_file():
-            raise FlagError(f"--reward {reward}: is missing; {allowed}")
+        check_python_file("--reward", reward, allowed)
         return [str(Path(reward).resolve())]
     endpoints = reward.split(",")
-    if not all(one.startswith(("http://", "https://")) for one in endpoints):
-        raise FlagError(f"--reward {reward}: {allowed}")
+    if not all(map(is_url, endpoints)):
+        raise FlagError(f"--reward {reward}: allowed: {allowed}")
     return endpoints
-
-
-def try_reward_file(reward: str) -> None:
-    """Load a reward-function file in a process of its own: engines would wait for ever for one that cannot be loaded.
-
-    Raises:
-        FlagError: if it cannot be imported, or has no reward_func.
-    """
-    # A pipe would stay open with the processes that the file may start.
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        command = [sys.executable, "-c", _LOAD_REWARD, reward]
-        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
-        errors.seek(0)
-        said = errors.read().split("\n")
-    if loaded.returncode != _LOADED:
-        last = next((line.strip() for line in reversed(said) if line.strip()), f"it exits with {loaded.returncode}")
-        raise FlagError(f"--reward {reward}: cannot be loaded ({last}); allowed: a file that defines reward_func")
 
 
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:

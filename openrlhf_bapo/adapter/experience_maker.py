@@ -47,8 +47,6 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.pool = None
         if self.args.replay.ratio:
             self.pool = ReplayPool(replay_config_from_args(self.args.replay))
-        self.last_checkpoint: int | None = None
-        """When OpenRLHF's latest checkpoint was written, of those that the pool has followed."""
         self.fresh: list[Experience] = []
         """The last training step's fresh samples, which the rollout statistics describe."""
         self.unfinished: PartialPool | None = None
@@ -113,6 +111,12 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.pool.add(groups)  # after the draw: a group is not replayed beside itself
         for group in replayed:
             samples += [self._from_pool(sample) for sample in group.samples]
+        # A batch's samples must log the same; after a resume the reward may log more than the pool's groups know.
+        names = [set(sample.info) for sample in samples]
+        common, logged = set.intersection(*names), set.union(*names)
+        self._metrics["replay/logs_dropped"] = float(len(logged - common))
+        for sample in samples:
+            sample.info = {name: value for name, value in sample.info.items() if name in common}
 
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size

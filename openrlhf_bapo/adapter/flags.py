@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 from argparse import Namespace
 from dataclasses import fields, replace
@@ -11,16 +10,23 @@ from typing import NoReturn
 from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
+from openrlhf_bapo.core.steady_bounds import AVERAGES, SmoothingConfig, SteadyBounds
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
 SCOPES = ("update", "micro_batch")
 TOKEN_WEIGHTS = ("none", "rollout_prob")
 RATIO_BASES = ("auto", "recomputed", "rollout")
 
+_UNCUT = 2**31 - 1
+"""A token budget that no response spends."""
+
 _OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
 
-# What a preset sets beside its ClipConfig. The released recipe searches per micro-batch and clips dually with c = 3.
-_RELEASED_SCOPE, _RELEASED_DUAL_CLIP = "micro_batch", 3.0
+# What a preset sets beside its ClipConfig; the released recipe searches per micro-batch.
+_BESIDE_PRESET = {
+    "released": {"scope": "micro_batch", "dual_clip": 3.0},
+    "steady": {"smoothing": 20.0, "dual_clip": 3.0},
+}
 
 _BOUND_HELP = {
     "ratio_lower_start": "lower clip bound before any raise, an importance ratio in (0, 1]",
@@ -87,6 +93,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="weight of a token in the search: none, or its probability at rollout (as the paper writes Eq. 8)",
     )
+    group.add_argument(
+        "--bapo.smoothing",
+        type=float,
+        default=None,
+        help="half-life, in optimizer steps, of the average over past bounds that an update is trained with, which "
+        "takes no forward of its own; 0: bounds anew in every update (the paper)",
+    )
+    group.add_argument(
+        "--bapo.smoothing_of",
+        choices=AVERAGES,
+        default=None,
+        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it runs on",
+    )
+    group.add_argument(
+        "--bapo.smoothing_start",
+        type=float,
+        nargs=2,
+        metavar=("LOWER", "UPPER"),
+        default=None,
+        help="with --bapo.smoothing: bounds of the first update (the middle of their ranges)",
+    )
+    group.add_argument(
+        "--bapo.discard_saved",
+        action="store_true",
+        default=None,
+        help="with --ckpt.load_enable: start --bapo.smoothing anew",
+    )
     group = parser.add_argument_group("off-policy data")
     group.add_argument(
         "--offpolicy.ratio_base",
@@ -94,6 +127,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="the ratio's denominator for fresh samples: recomputed by the actor (as OpenRLHF does), or the rollout "
         "engine's own; auto (with bapo the default): rollout in async training, else recomputed",
+    )
+    group.add_argument(
+        "--offpolicy.lag",
+        type=int,
+        default=0,
+        help="train every rollout so many rollouts after it was made (sync training): exact staleness, for studies (0)",
     )
     defaults = ReplayConfig()
     for name, text in _REPLAY_HELP.items():
@@ -129,6 +168,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--partial.discard_saved",
         action="store_true",
         help="with --ckpt.load_enable: start without the saved unfinished responses",
+    )
+    parser.add_argument(
+        "--ckpt.on_interrupt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="SIGTERM and Ctrl-C finish the training step and write a checkpoint; a second signal ends at once",
     )
     parser.add_argument(
         "--eval.at_start",
@@ -170,10 +215,6 @@ def resolve_flags(args: Namespace) -> None:
         raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
-    for url in (values.get("reward.remote_url") or "").split(","):
-        # OpenRLHF would wait for ever for an engine that cannot load it.
-        if url.endswith(".py") and not os.path.isfile(url):
-            raise FlagError(f"--reward.remote_url {url}: no such file; allowed: a reward-function file, or http URLs")
     _resolve_off_policy(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
@@ -186,20 +227,47 @@ def resolve_flags(args: Namespace) -> None:
             "bounds between --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max"
         )
     preset = given.pop("preset", "readme")
-    scope = given.pop("scope", _RELEASED_SCOPE if preset == "released" else "update")
+    beside = _BESIDE_PRESET.get(preset, {})
+    scope = given.pop("scope", beside.get("scope", "update"))
     token_weight = given.pop("token_weight", "none")
+    of_smoothing = ("smoothing_of", "smoothing_start", "discard_saved")
+    smoothing = {name: given.pop(name) for name in of_smoothing if name in given}
+    if half_life := given.pop("smoothing", beside.get("smoothing", 0.0)):
+        smoothing = {"smoothing_of": "bounds", **smoothing}
     try:
         config = replace(ClipConfig.preset(preset), **given)
     except ValueError as error:
         raise FlagError(f"--bapo.{error}") from None
+    _check_smoothing(config, half_life, smoothing, scope)
 
-    if preset == "released" and values.get("actor.dual_clip") is None:
-        values["actor.dual_clip"] = _RELEASED_DUAL_CLIP
+    if "dual_clip" in beside and values.get("actor.dual_clip") is None:
+        values["actor.dual_clip"] = beside["dual_clip"]
     if values.get("actor.entropy_coef") is None:
         values["actor.entropy_coef"] = 0.0  # log the entropy, which BAPO is there to keep; no bonus
     resolved = {field.name: getattr(config, field.name) for field in fields(config)}
-    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight}
+    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight, "smoothing": half_life, **smoothing}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: str) -> None:
+    if not 0 <= half_life < math.inf:
+        raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
+    if half_life == 0:
+        if given:
+            name, value = next(iter(given.items()))
+            raise FlagError(f"--bapo.{name} {value}: allowed only with --bapo.smoothing above 0")
+        return
+    if scope == "micro_batch":
+        raise FlagError(f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {scope}")
+    try:
+        SteadyBounds(config, _smoothing_config(half_life, given))
+    except ValueError as error:
+        raise FlagError(f"--bapo.smoothing_{error}") from None
+
+
+def _smoothing_config(half_life: float, given: dict) -> SmoothingConfig:
+    start = given.get("smoothing_start")
+    return SmoothingConfig(half_life, given["smoothing_of"], None if start is None else tuple(start))
 
 
 def _resolve_off_policy(values: dict, policy_loss: str) -> None:
@@ -207,15 +275,16 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
 
     Leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way.
     """
+    if lag := values["offpolicy.lag"]:
+        _resolve_lag(values, lag)
     replay, partial = (_config(kind, values, group) for kind, group in _OFF_POLICY_GROUPS)
     base = values["offpolicy.ratio_base"]
     is_async = values.get("train.async_enable", False)
     if base is None and (policy_loss == "bapo" or replay.ratio or partial.token_budget):
         base = "auto"
     if base == "recomputed" and partial.token_budget:
-        raise FlagError(
-            "--offpolicy.ratio_base recomputed: hides the staleness of --partial.token_budget; allowed: auto, rollout"
-        )
+        flag = "--offpolicy.lag" if lag else "--partial.token_budget"
+        raise FlagError(f"--offpolicy.ratio_base recomputed: hides the staleness of {flag}; allowed: auto, rollout")
     if base == "recomputed" and is_async:
         raise FlagError(
             "--offpolicy.ratio_base recomputed: hides the staleness of --train.async_enable; allowed: auto, rollout"
@@ -261,9 +330,23 @@ def _resolve_off_policy(values: dict, policy_loss: str) -> None:
         raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")
 
 
+def _resolve_lag(values: dict, lag: int) -> None:
+    """Rollouts that wait are a token budget that nothing spends."""
+    if lag < 0:
+        raise FlagError(f"--offpolicy.lag {lag}: a number of rollouts; allowed: 0 and above")
+    if values.get("train.async_enable"):
+        raise FlagError(f"--offpolicy.lag {lag}: allowed without --train.async_enable, which has a queue of its own")
+    defaults = PartialConfig()
+    for name in ("token_budget", "oversample", "max_segments", "max_staleness", "on_stale"):
+        if (value := values[f"partial.{name}"]) != getattr(defaults, name):
+            raise FlagError(f"--partial.{name} {value}: allowed without --offpolicy.lag, which is {lag}")
+    values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
+
+
 def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_correction_level: str) -> None:
-    """Refuse what a token budget cannot go with."""
-    flag = f"--partial.token_budget {token_budget}"
+    """Refuse what a token budget, or a lag, cannot go with."""
+    lag = values["offpolicy.lag"]
+    flag = f"--offpolicy.lag {lag}" if lag else f"--partial.token_budget {token_budget}"
     if policy_loss == "gspo":
         raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, which is gspo")
     if is_correction_level != "off":
@@ -272,14 +355,13 @@ def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_co
             f"second time in resumed responses; allowed with {flag}: off"
         )
     if values.get("train.agent_func_path"):
-        raise FlagError(f"{flag}: an agent's turns cannot be cut; allowed without --train.agent_func_path")
+        raise FlagError(f"{flag}: an agent's turns cannot be kept; allowed without --train.agent_func_path")
     if values.get("data.max_images_per_prompt"):
         raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
     if (values.get("rollout.vllm_generate_batch_size") or 0) > values.get("rollout.batch_size", 0):
         raise FlagError(
-            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: with {flag} "
-            f"--partial.oversample says how many prompts are in flight; allowed: --rollout.batch_size "
-            f"{values['rollout.batch_size']}"
+            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: {flag} says how many "
+            f"prompts are in flight; allowed: --rollout.batch_size {values['rollout.batch_size']}"
         )
 
 
@@ -308,6 +390,11 @@ def partial_config_from_args(partial: Namespace) -> PartialConfig:
 def clip_config_from_args(bapo: Namespace) -> ClipConfig:
     """The search's settings from `args.bapo`, as `resolve_flags` left them."""
     return ClipConfig(**{field.name: getattr(bapo, field.name) for field in fields(ClipConfig)})
+
+
+def smoothing_config_from_args(bapo: Namespace) -> SmoothingConfig | None:
+    """How slowly the bounds follow, from `args.bapo`; None: found anew in every update."""
+    return _smoothing_config(bapo.smoothing, vars(bapo)) if bapo.smoothing else None
 
 
 def exit_with_one_line(message: str) -> NoReturn:

@@ -1,4 +1,7 @@
-"""Rollouts under a token budget: OpenRLHF's SamplesGenerator with responses that go on in a later rollout."""
+"""Rollouts under a token budget: OpenRLHF's SamplesGenerator with responses that go on in a later rollout.
+
+And rollouts that wait: with `--offpolicy.lag` nothing is cut, and complete groups wait for so many rollouts.
+"""
 
 import math
 import time
@@ -41,6 +44,9 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
     as soon as a training batch of complete groups is there; what is under way then stops where it is. If all have spent
     their budget before, another rollout follows at once, with the same weights.
 
+    With `--offpolicy.lag` it hands over what was generated so many rollouts ago; the first one makes all that are to
+    wait, and at the end of the data what waits is handed over without another.
+
     Evaluation generates as upstream's.
     """
 
@@ -58,7 +64,8 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self._prompts, self.pool.exhausted, self._has_ended = None, False, False
         if self._prompts is None and not self.pool.exhausted:
             self._prompts = iter(self.prompts_dataloader)
-        began, num_needed = time.time(), self.args.rollout.batch_size
+        began, num_taken = time.time(), self.args.rollout.batch_size
+        num_needed = num_taken * (1 + self.args.offpolicy.lag)
         self._seconds_alone, self._num_prompts, self._judged = 0.0, 0, []
         if self.args.vllm.enable_sleep:
             batch_vllm_engine_call(self.vllm_engines, "wake_up")
@@ -79,7 +86,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         if len(self.pool.complete) < num_needed:  # the end of the data
             for group in self.pool.complete[self._num_trainable(len(self.pool.complete)) :]:
                 self.pool.drop(group, "left_over")
-        groups = self.pool.take(num_needed)
+        groups = self.pool.take(num_taken)
         samples = [sample for group in groups for sample in self._to_experiences(group, generate_kwargs)]
         self._has_ended = self.pool.exhausted and len(self.pool) == 0
         metrics = self.pool.metrics() | {"partial/slowest_share": self._seconds_alone / (time.time() - began)}

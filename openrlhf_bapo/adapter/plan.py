@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from openrlhf_bapo.adapter.checks import clashes, gpu_groups
 from openrlhf_bapo.planning.memory import (
     KNOWN_SHAPES,
     EngineSetup,
@@ -113,14 +114,13 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     gpu_bytes = int(machine.gpu_memory * GIB)
     cache = kv_cache(shape, engine, gpu_bytes)
     shares_gpus = args.train.colocate_all and not args.train.async_enable
-    engine_gpus = args.vllm.num_engines * args.vllm.tensor_parallel_size
-    plan.problems += _clashes(args, shape, setup, engine_gpus)
+    plan.problems += clashes(args, shape.num_attention_heads, shape.max_position_embeddings)
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
-    _count_gpus(plan, args, setup.num_gpus, engine_gpus)
+    _count_gpus(plan, args)
     _count_steps(plan, args)
     if plan.problems:
         return plan  # sizes that do not divide have no memory to plan
-    if args.partial.token_budget:
+    if args.partial.token_budget and not args.offpolicy.lag:
         _reckon_token_budget(plan, args, shape)
     if cache.fits:
         _reckon_times(plan, args, shape, machine)
@@ -202,47 +202,10 @@ def engine_setup(args: Namespace) -> EngineSetup:
     )
 
 
-def _clashes(args: Namespace, shape: ModelShape, setup: TrainingSetup, engine_gpus: int) -> list[str]:
-    """What OpenRLHF, DeepSpeed or vLLM would refuse only after Ray has started."""
-    ranks_per_sample = setup.ring_attn_size * setup.tensor_parallel_size
-    num_ranks = setup.num_gpus // ranks_per_sample
-    at_once = num_ranks * (1 if args.train.dynamic_batch_enable else args.train.micro_batch_size)
-    samples = args.rollout.batch_size * args.rollout.n_samples_per_prompt
-    response = args.rollout.max_new_tokens or 0
-    found = {
-        f"--vllm.num_engines {args.vllm.num_engines} x --vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}: "
-        f"with --train.colocate_all it must be the actor's {setup.num_gpus} GPUs": (
-            args.train.colocate_all and not args.train.async_enable and engine_gpus != setup.num_gpus
-        ),
-        f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}: must divide the model's "
-        f"{shape.num_attention_heads} attention heads": shape.num_attention_heads % args.vllm.tensor_parallel_size,
-        f"--ds.ring_attn_size {setup.ring_attn_size} x --ds.tensor_parallel_size {setup.tensor_parallel_size}: must "
-        f"divide the actor's {setup.num_gpus} GPUs": setup.num_gpus % ranks_per_sample,
-        f"--train.batch_size {args.train.batch_size}: must be a multiple of {at_once}, the samples of one micro-batch "
-        f"on {num_ranks} data-parallel ranks": not num_ranks or args.train.batch_size % at_once,
-        f"--train.batch_size {args.train.batch_size}: a rollout has only {samples} samples": (
-            args.train.batch_size > samples
-        ),
-        f"--data.max_len {args.data.max_len}: the model has {shape.max_position_embeddings} positions": (
-            args.data.max_len > shape.max_position_embeddings
-        ),
-        f"--rollout.max_new_tokens {response}: must be below --data.max_len {args.data.max_len}, which counts the "
-        "prompt too": response >= args.data.max_len,
-    }
-    return [problem for problem, is_there in found.items() if is_there]
-
-
-def _count_gpus(plan: Plan, args: Namespace, actor_gpus: int, engine_gpus: int) -> None:
-    groups = {"actor": actor_gpus, "engines": engine_gpus}
-    colocated = args.train.colocate_all
-    if args.algo.kl.init_coef > 0 and not (colocated or args.train.colocate_actor_ref):
-        groups["reference"] = args.ref.num_nodes * args.ref.num_gpus_per_node
-    if args.critic.model_name_or_path and not colocated:
-        groups["critic"] = args.critic.num_nodes * args.critic.num_gpus_per_node
-    if not args.reward.remote_url and not (colocated or args.train.colocate_critic_reward):
-        groups["reward model"] = args.reward.num_nodes * args.reward.num_gpus_per_node
-    if colocated and not args.train.async_enable:
-        plan.facts["GPUs"] = f"{actor_gpus}, where training and rollout take turns"
+def _count_gpus(plan: Plan, args: Namespace) -> None:
+    groups = gpu_groups(args)
+    if "engines" not in groups:
+        plan.facts["GPUs"] = f"{groups['actor']}, where training and rollout take turns"
     else:
         plan.facts["GPUs"] = f"{sum(groups.values())}: " + ", ".join(f"{n} {name}" for name, n in groups.items())
     if args.critic.model_name_or_path or not args.reward.remote_url:
@@ -268,6 +231,10 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     if args.replay.ratio:
         staleness["replayed samples"] = args.replay.max_staleness
     facts["staleness in policy versions"] = ", ".join(f"at most {n} of {what}" for what, n in staleness.items())
+    if lag := args.offpolicy.lag:
+        facts["lag"] = (
+            f"{lag} rollouts wait ({lag * num_prompts:,} prompts); staleness is {lag} from training step {lag} on"
+        )
     if args.train.partial_rollout_enable:
         facts["partial rollouts"] = "a response goes on across weight updates; its tokens know their versions"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"
@@ -293,13 +260,13 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Optimizer steps of a training step before which all their tokens go through a forward without gradient.
 
     With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts whose denominators
-    the same weights have just computed (`BapoActorTrainer._before_update`).
+    the same weights have just computed (`BapoActorTrainer._before_update`). With `--bapo.smoothing` none.
 
     Args:
         args: as `arguments.parse` gives them.
         length: mean tokens of a sample, by which dynamic batches are cut.
     """
-    if args.policy_loss != "bapo" or args.bapo.scope != "update":
+    if args.policy_loss != "bapo" or args.bapo.scope != "update" or args.bapo.smoothing:
         return 0
     setup = training_setup(args)
     gpus_per_sample = setup.ring_attn_size * setup.tensor_parallel_size

@@ -11,9 +11,12 @@ from openrlhf_bapo.core.clip_bounds import (
     ClipBounds,
     ClipConfig,
     ContributionTally,
+    measure_clip_bounds,
     solve_clip_bounds,
+    tally_at_bounds,
     tally_contributions,
 )
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
 
 class BapoPolicyLoss(PolicyLoss):
@@ -21,10 +24,12 @@ class BapoPolicyLoss(PolicyLoss):
 
     Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. The bounds are those set with
     `set_bounds` for the update; while none are set, every call finds its own from the tokens that it is given, summed
-    over `group`.
+    over `group`. With `smoothing` they follow the updates before: every call tallies its tokens as it goes, and
+    `end_update` closes an update.
 
     Args:
         clip_config: the search.
+        smoothing: how slowly the bounds follow; None: found anew.
         token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behaviour(token). The paper writes
             Eq. 8 with that weight; over sampled tokens it counts the probability twice, so it is not the default.
         group: data-parallel ranks whose tokens count together; None: this process alone.
@@ -39,6 +44,7 @@ class BapoPolicyLoss(PolicyLoss):
         self,
         *args,
         clip_config: ClipConfig,
+        smoothing: SmoothingConfig | None = None,
         token_weight: str = "none",
         group: dist.ProcessGroup | None = None,
         **kwargs,
@@ -54,6 +60,10 @@ class BapoPolicyLoss(PolicyLoss):
         self.found: list[ClipBounds] = []
         """Every search's result since `found` was last emptied, for the metrics."""
         self._bounds: ClipBounds | None = None
+        self.steady = None if smoothing is None else SteadyBounds(clip_config, smoothing)
+        self.used: list[ClipBounds] = []
+        """With `smoothing`, what each update in `found` was trained with."""
+        self._trained: ContributionTally | None = None
 
     @classmethod
     def from_policy_loss(cls, loss: PolicyLoss, **kwargs) -> "BapoPolicyLoss":
@@ -76,15 +86,43 @@ class BapoPolicyLoss(PolicyLoss):
             advantages: [batch, actions].
             action_mask: [batch, actions], 1 for the response's tokens.
         """
-        ratio = (log_probs.detach() - old_log_probs).clamp(-20.0, 20.0).exp()  # as PolicyLoss.forward does
-        weight = action_mask.to(ratio.dtype)
+        return tally_contributions(*self._tokens(log_probs, old_log_probs, advantages, action_mask), self.clip_config)
+
+    def _tokens(
+        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ratio, advantages and weights for a tally."""
+        ratio = (log_probs.detach() - old_log_probs).clamp_(-20.0, 20.0).exp_()  # as PolicyLoss.forward does
+        weight = action_mask
         # The share is one of the objective, where a sequence mean gives a token 1 / length. The released recipe, known
         # by its P / N target, counts tokens whatever the aggregation.
         if not self.token_level_loss and self.clip_config.target_kind == "share":
-            weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+            weight = weight.to(ratio.dtype) / weight.sum(-1, keepdim=True).clamp(min=1)
         if self.token_weight == "rollout_prob":
             weight = weight * old_log_probs.exp()
-        return tally_contributions(ratio, advantages, weight, self.clip_config)
+        return ratio, advantages, weight
+
+    def _tally_trained(self, *tokens: torch.Tensor) -> None:
+        """Add up a micro-batch of the running update: for the search, and at the bounds that it is trained with."""
+        tokens = self._tokens(*tokens)
+        self.steady.to(tokens[0].device)
+        at_bounds = tally_at_bounds(*tokens, self.steady.lower, self.steady.upper)
+        parts = tally_contributions(*tokens, self.clip_config), at_bounds
+        both = ContributionTally(torch.cat([part.sums for part in parts], dim=1))  # to reduce them as one
+        self._trained = both if self._trained is None else self._trained + both
+
+    def end_update(self) -> None:
+        """With `smoothing`: let the bounds follow the update that has been trained, if any; every rank must call."""
+        if self._trained is None:
+            return
+        both, self._trained = self._trained, None
+        if self.group is not None:
+            both = both.all_reduce(self.group)
+        num_at_bounds = 4  # two buckets a side
+        searched, at_bounds = both.sums.split([both.sums.shape[1] - num_at_bounds, num_at_bounds], dim=1)
+        used = self.steady.lower, self.steady.upper
+        self.used.append(measure_clip_bounds(ContributionTally(at_bounds), *used, self.clip_config))
+        self.found.append(self.steady.update(ContributionTally(searched)))
 
     def forward(
         self,
@@ -99,7 +137,11 @@ class BapoPolicyLoss(PolicyLoss):
         bounds = self._bounds
         if bounds is None:
             mask = torch.ones_like(log_probs) if action_mask is None else action_mask
-            bounds = self._search(self.tally(log_probs, old_log_probs, advantages, mask))
+            if self.steady is None:
+                bounds = self._search(self.tally(log_probs, old_log_probs, advantages, mask))
+            else:
+                bounds = self.steady
+                self._tally_trained(log_probs, old_log_probs, advantages, mask)
         # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
         self.clip_eps_low, self.clip_eps_high = 1 - bounds.lower, bounds.upper - 1
         return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)

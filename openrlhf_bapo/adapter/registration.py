@@ -28,6 +28,7 @@ def register() -> None:
     wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
     wrapt.register_post_import_hook(_use_experience, "openrlhf.trainer.ppo_utils.experience")
     wrapt.register_post_import_hook(_note_versions, "openrlhf.trainer.ray.vllm_engine")
+    wrapt.register_post_import_hook(_explain_failed_rewards, "openrlhf.utils.agent")
     for trainer in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
         wrapt.register_post_import_hook(_use_off_policy_parts, trainer)
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
@@ -44,6 +45,10 @@ def _use_experience(_: ModuleType) -> None:
 
 def _note_versions(vllm_engine: ModuleType) -> None:
     importlib.import_module("openrlhf_bapo.adapter.vllm_engine").note_versions(vllm_engine)
+
+
+def _explain_failed_rewards(agent: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.failures").explain_failed_rewards(agent)
 
 
 def _use_off_policy_parts(trainer: ModuleType) -> None:
@@ -71,13 +76,15 @@ def _accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
 
 
 def _end_with_the_actor(_: ModuleType) -> None:
-    """Let an engine's process end when the Ray actor that started it is gone, however that happened.
+    """Let an engine's process end when the Ray actor that started it is gone, however that happened, and not before.
 
-    vLLM 0.29's would go on without it and keep its memory (its issue 55510).
+    vLLM 0.29's would go on without it and keep its memory (its issue 55510), and end at a terminal's Ctrl-C, which
+    Ray's own processes leave to the command.
     """
     actor = multiprocessing.parent_process()
     if actor is None or "RAY_JOB_ID" not in os.environ:
         return  # no process that Ray's worker started through multiprocessing
+    os.setpgid(0, 0)
 
     def watch() -> None:
         actor.join()

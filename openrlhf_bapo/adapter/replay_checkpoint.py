@@ -1,22 +1,30 @@
-"""Our pools beside OpenRLHF's checkpoints: for every CKPT_PATH/_actor/TAG the replay pool in CKPT_PATH/_replay/TAG, and
-under a token budget the unfinished responses in CKPT_PATH/_partial/TAG."""
+"""Our state beside OpenRLHF's checkpoints: for every CKPT_PATH/_actor/TAG the replay pool in CKPT_PATH/_replay/TAG,
+under a token budget the unfinished responses in CKPT_PATH/_partial/TAG, and with `--bapo.smoothing` the bounds in
+CKPT_PATH/_steady/TAG."""
 
 import argparse
 import hashlib
 import json
+import re
 import shutil
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
-from openrlhf_bapo.adapter.flags import partial_config_from_args, replay_config_from_args
+import torch
+
+from openrlhf_bapo.adapter.flags import clip_config_from_args, partial_config_from_args, replay_config_from_args
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError
+from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
+
+KINDS = ("_replay", "_partial", "_steady")
+STEADY_FORMAT_VERSION = 1
 
 
-def pool_directory(ckpt_path: str, kind: str = "_replay") -> Path | None:
-    """Where the pool of OpenRLHF's latest checkpoint lies; None if there is no checkpoint."""
-    latest = Path(ckpt_path, "_actor", "latest")
-    return Path(ckpt_path, kind, latest.read_text().strip()) if latest.exists() else None
+def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None) -> Path | None:
+    """Where the pool of a checkpoint, or of OpenRLHF's latest, lies; None if there is no checkpoint."""
+    tag = tag or _latest(Path(ckpt_path, "_actor"))
+    return Path(ckpt_path, kind, tag) if tag else None
 
 
 def fingerprint(args: Namespace) -> dict[str, str]:
@@ -30,22 +38,30 @@ def fingerprint(args: Namespace) -> dict[str, str]:
     return {"model": digest("config.json"), "tokenizer": digest("tokenizer.json")}
 
 
-def load_saved_pool(args: Namespace) -> tuple[ReplayPool, dict] | None:
-    """The pool of the checkpoint that `--ckpt.load_enable` resumes, and what `save_pool` wrote beside it: its
-    "policy_version" and its "steps_by_version"; None where there is none.
+def _replay_fingerprint(args: Namespace) -> dict[str, str]:
+    """A replayed sample keeps its advantages, and reference log-probs only where the run that made it had a KL loss."""
+    has_kl_loss = args.algo.kl.use_loss and args.algo.kl.init_coef > 0
+    settings = {"--algo.advantage.estimator": args.algo.advantage.estimator, "--algo.kl.use_loss": str(has_kl_loss)}
+    return fingerprint(args) | settings
+
+
+def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool, dict] | None:
+    """The pool of the checkpoint TAG, or of the latest, that `--ckpt.load_enable` resumes; None where there is none.
+
+    Beside it what `save_pools` wrote: its "policy_version" and its "steps_by_version".
 
     Raises:
         ReplayPoolError: if it cannot be used; one line that says what to do.
     """
     if not (args.replay.ratio and args.ckpt.load_enable) or args.replay.discard_saved:
         return None
-    directory = pool_directory(args.ckpt.path)
+    directory = pool_directory(args.ckpt.path, tag=tag)
     if directory is None:
         return None
-    return ReplayPool.load(directory, replay_config_from_args(args.replay), fingerprint(args))
+    return ReplayPool.load(directory, replay_config_from_args(args.replay), _replay_fingerprint(args))
 
 
-def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
+def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPool, dict] | None:
     """As `load_saved_pool`, of the unfinished responses; their versions are counted as the resumed run's engines count.
 
     Raises:
@@ -53,12 +69,15 @@ def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
     """
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
-    directory = pool_directory(args.ckpt.path, "_partial")
+    directory = pool_directory(args.ckpt.path, "_partial", tag)
     if not args.partial.token_budget:
         if directory is not None and (record := directory / "pool.json").exists():
-            if num_groups := len(json.loads(record.read_text())["groups"]):
+            saved = json.loads(record.read_text())
+            if num_groups := len(saved["groups"]):
+                lag = saved["fingerprint"].get("--offpolicy.lag")
+                flag = f"--offpolicy.lag {lag}" if lag else "--partial.token_budget"
                 raise ReplayPoolError(
-                    f"{record} holds {num_groups} prompts with unfinished responses; give --partial.token_budget, or "
+                    f"{record} holds {num_groups} prompts with responses that were not trained on; give {flag}, or "
                     f"pass {DISCARD_FLAG} to train without them"
                 )
         return None
@@ -70,59 +89,131 @@ def load_unfinished(args: Namespace) -> tuple[PartialPool, dict] | None:
 
 
 def _partial_fingerprint(args: Namespace) -> dict[str, str]:
-    return fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+    shared = fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+    return shared | {"--offpolicy.lag": str(args.offpolicy.lag)} if args.offpolicy.lag else shared
 
 
-def check_saved_pools(args: argparse.Namespace) -> None:
+def find_whole_checkpoint(args: argparse.Namespace) -> str:
     """Try the loads that the trainer will do, before Ray starts.
+
+    The newest checkpoint for which all of them work is the one to resume: `use_checkpoint` is told in
+    `args.ckpt.resume_from`.
 
     Args:
         args: flat, names with dots.
 
+    Returns:
+        In one line why it is not OpenRLHF's latest; "" where it is, or where nothing is resumed.
+
     Raises:
-        ReplayPoolError: as `load_saved_pool` and `load_unfinished`.
+        ReplayPoolError: what is wrong with the latest, if there is none.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
-    load_saved_pool(nested)
-    load_unfinished(nested)
+    vars(args)["ckpt.resume_from"] = None
+    problem = None
+    for tag in _saved_tags(nested) if nested.ckpt.load_enable else []:
+        try:
+            for load in (load_saved_pool, load_unfinished, load_steady_bounds):
+                load(nested, tag)
+            vars(args)["ckpt.resume_from"] = tag
+            return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
+        except ReplayPoolError as error:
+            problem = problem or error
+    if problem:
+        raise problem
+    return ""
 
 
-def save_pools(trainer) -> None:
-    """Beside every checkpoint that OpenRLHF has just written, known by a newer file `latest`."""
-    maker, args = trainer.experience_maker, trainer.args
-    path = args.ckpt.path
-    written = last_checkpoint(path)
-    if written == maker.last_checkpoint:
+def _saved_tags(args: Namespace) -> list[str]:
+    """OpenRLHF's whole checkpoints, the newest first: the latest, and older ones that actor and critic both have."""
+    actors = Path(args.ckpt.path, "_actor")
+    if (latest := _latest(actors)) is None:
+        return []
+
+    def step(tag: str) -> int:
+        return int(re.search(r"\d*$", tag)[0] or -1)
+
+    tags = {file.parent.name for file in actors.glob("*/*model_states.pt")} | {latest}
+    if args.critic.model_name_or_path and (of_critic := _latest(actors.parent / "_critic")):
+        # Written side by side: of a run that was killed meanwhile one may be ahead.
+        tags = {tag for tag in tags if any((actors.parent / "_critic" / tag).glob("*model_states.pt"))}
+        latest = min(latest, of_critic, key=step)
+    return sorted((tag for tag in tags if step(tag) <= step(latest)), key=lambda tag: (step(tag), tag == latest))[::-1]
+
+
+def use_checkpoint(args: argparse.Namespace) -> None:
+    """Let OpenRLHF resume what `find_whole_checkpoint` has found: it goes by its files `latest`."""
+    if (tag := vars(args)["ckpt.resume_from"]) is None:
         return
-    maker.last_checkpoint = written
+    for group in ("_actor", "_critic"):
+        folder = Path(vars(args)["ckpt.path"], group)
+        if _latest(folder) not in (None, tag):
+            (folder / "latest.part").write_text(tag)
+            (folder / "latest.part").replace(folder / "latest")
+
+
+def _latest(folder: Path) -> str | None:
+    """The newest whole checkpoint of OpenRLHF's actor or critic."""
+    return (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
+
+
+def save_pools(trainer, tag: str) -> None:
+    """Write the pools for the checkpoint TAG that OpenRLHF is about to write.
+
+    Before it, as `save_steady_bounds`: a run that is killed in between leaves a pool too many, and never a checkpoint
+    without its own.
+    """
+    maker, args = trainer.experience_maker, trainer.args
+    if args.ckpt.disable_ds:
+        return  # no checkpoint to resume
     state = {"policy_version": maker.policy_version, "steps_by_version": maker.steps_by_version}
     if maker.pool is not None:
-        _save(maker.pool, path, "_replay", state, fingerprint(args))
+        maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, _replay_fingerprint(args))
     if maker.unfinished is not None:
         state["version_offset"] = maker.version_offset
-        _save(maker.unfinished, path, "_partial", state, _partial_fingerprint(args))
+        maker.unfinished.save(Path(args.ckpt.path, "_partial", tag), state, _partial_fingerprint(args))
 
 
-def _save(pool: ReplayPool | PartialPool, path: str, kind: str, state: dict, shared: dict[str, str]) -> None:
-    directory = pool_directory(path, kind)
-    pool.save(directory, state, shared)
-    for saved in directory.parent.iterdir():
-        if not Path(path, "_actor", saved.name).exists():
-            shutil.rmtree(saved)  # OpenRLHF has pruned its checkpoint
+def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
+    """Write `SteadyBounds.state_dict()` for the checkpoint TAG that OpenRLHF is about to write."""
+    record = {"format_version": STEADY_FORMAT_VERSION, "fingerprint": _steady_fingerprint(args)}
+    columns = {name: value.cpu().contiguous() for name, value in state.items()}
+    write_directory(Path(args.ckpt.path, "_steady", tag), columns, record)
 
 
-def last_checkpoint(ckpt_path: str) -> int | None:
-    """When OpenRLHF wrote its latest checkpoint (nanoseconds of the file system's clock); None: never."""
-    latest = Path(ckpt_path, "_actor", "latest")
-    return latest.stat().st_mtime_ns if latest.exists() else None
+def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
+    """The state for the checkpoint TAG, or for the latest, that `--ckpt.load_enable` resumes; None if none is wanted.
+
+    Raises:
+        ReplayPoolError: if it cannot be used; one line that says what to do.
+    """
+    bapo = vars(args.bapo)
+    if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):
+        return None
+    if (directory := pool_directory(args.ckpt.path, "_steady", tag)) is None:
+        return None
+    return read_directory(directory, STEADY_FORMAT_VERSION, _steady_fingerprint(args), "--bapo.discard_saved")[0]
+
+
+def _steady_fingerprint(args: Namespace) -> dict[str, str]:
+    settings = asdict(clip_config_from_args(args.bapo)) | {"smoothing_of": args.bapo.smoothing_of}
+    return {f"--bapo.{name}": str(value) for name, value in settings.items()}
+
+
+def remove_pruned(args: Namespace) -> None:
+    """Remove our state of checkpoints that OpenRLHF has pruned."""
+    for kind in KINDS:
+        for saved in Path(args.ckpt.path, kind).glob("*"):
+            # X.old is what an interrupted save of X left (`write_directory`).
+            if not Path(args.ckpt.path, "_actor", saved.name.removesuffix(".old")).exists():
+                shutil.rmtree(saved)
 
 
 def load_pools(trainer) -> None:
     """Give the trainer of a resumed run its pools and policy version back."""
     maker = trainer.experience_maker
-    maker.last_checkpoint = last_checkpoint(trainer.args.ckpt.path)
     state = None
     if (loaded := load_saved_pool(trainer.args)) is not None:
         maker.pool, state = loaded

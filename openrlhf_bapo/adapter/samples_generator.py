@@ -6,6 +6,7 @@ import torch
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
 
+from openrlhf_bapo.adapter.failures import FAILED_REWARD
 from openrlhf_bapo.adapter.flags import is_off_policy
 
 _SamplingParams = samples_generator.SamplingParams
@@ -25,9 +26,10 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         response["extra_logs"] = {name: _first(value) for name, value in response["extra_logs"].items()}
         if self.args.reward.remote_url and not _is_number(response["reward"]):
             # Upstream would go on with None or NaN, and die elsewhere or train on it.
+            why = response["extra_logs"].get(FAILED_REWARD, "the engine's log (RolloutRayActor) may say why")
             raise RuntimeError(
                 f"--reward.remote_url {','.join(self.args.reward.remote_url)}: the reward of a response is "
-                f"{response['reward']}; the engine's log (RolloutRayActor) says why"
+                f"{response['reward']!r}: {why}"
             )
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         if is_off_policy(self.args):
@@ -45,4 +47,4 @@ def _first(value):
 
 
 def _is_number(reward) -> bool:
-    return reward is not None and math.isfinite(reward)
+    return isinstance(reward, int | float | torch.Tensor) and math.isfinite(reward)

@@ -5,7 +5,8 @@ from types import ModuleType
 
 import torch
 
-from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, save_pools
+from openrlhf_bapo.adapter.interrupts import end_when_interrupted
+from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
 
 
 def use_off_policy_parts(trainer_module: ModuleType) -> None:
@@ -19,7 +20,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         name = "PPOTrainer"
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         # The async module imports it from here, when this has already been done.
-        trainer_module.prepare_datasets = _with_replayed_steps(trainer_module.prepare_datasets)
+        trainer_module.prepare_datasets = _with_replayed_steps(_in_the_seeds_order(trainer_module.prepare_datasets))
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
@@ -27,10 +28,24 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
-    _after(trainer, "save_logs_and_checkpoints", save_pools)
-    _after(trainer, "save_best_checkpoint", save_pools)
     _after(trainer, "init_checkpoint_states", load_pools)
+    _after(trainer, "init_checkpoint_states", _save_pools_first)
+    for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
+        _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
+    end_when_interrupted(trainer)
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
+
+
+def _in_the_seeds_order(prepare_datasets):
+    @functools.wraps(prepare_datasets)
+    def in_the_seeds_order(strategy, tokenizer):
+        prompts, *rest = prepare_datasets(strategy, tokenizer)
+        # OpenRLHF gives the loader no generator, so that it makes one with a seed from the clock. A resumed run gets
+        # the state of its checkpoint's in place of this.
+        prompts.sampler.generator.manual_seed(strategy.args.train.seed)
+        return prompts, *rest
+
+    return in_the_seeds_order
 
 
 def _with_replayed_steps(prepare_datasets):
@@ -54,6 +69,19 @@ def _after(trainer: type, name: str, action) -> None:
         return result
 
     setattr(trainer, name, method)
+
+
+def _save_pools_first(trainer) -> None:
+    """Let our pools be written before each of OpenRLHF's checkpoints."""
+    actors = trainer.actor_model_group
+    upstream = actors.async_run_method
+
+    def async_run_method(method_name: str, *args, **kwargs):
+        if method_name == "save_checkpoint":
+            save_pools(trainer, kwargs["tag"])
+        return upstream(method_name, *args, **kwargs)
+
+    actors.async_run_method = async_run_method
 
 
 def _counting_optimizer_steps(ppo_train):

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from openrlhf_bapo.adapter import evaluation
 from openrlhf_bapo.adapter.flags import FlagError, exit_with_one_line
+from openrlhf_bapo.adapter.input_files import try_file
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 # Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.
@@ -93,7 +94,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.max_new_tokens,
     )
     if args.reward and args.reward.endswith(".py"):
-        evaluation.try_reward_file(args.reward)
+        try_file("--reward", args.reward, "reward_func")
     record = evaluation.EvaluationRecord(
         args.out,
         evaluation.content_settings(args.model, args.data, endpoints)

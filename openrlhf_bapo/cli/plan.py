@@ -34,14 +34,11 @@ def main(argv: list[str]) -> None:
             parser.error(f"--plan.{name} {value}: allowed: above 0")
     given_model = ours.pop("model")
 
+    from openrlhf_bapo.adapter import checks
     from openrlhf_bapo.adapter.arguments import parse
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF's remarks
-        args = parse(training)
-    if not args.vllm.num_engines:
-        parser.error(
-            f"--vllm.num_engines {args.vllm.num_engines}: allowed: 1 or more; OpenRLHF rolls out with vLLM alone"
-        )
+        args = parse(training, checks.FILES)
     try:
         shape = read_shape(given_model or args.actor.model_name_or_path)
     except ValueError as error:

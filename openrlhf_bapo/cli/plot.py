@@ -1,6 +1,8 @@
-"""Draws a run's curves from its TensorBoard log: reward, entropy, gradient norm, clip bounds, shares, staleness."""
+"""Draws runs' curves from their TensorBoard logs: reward, entropy, gradient norm, clip bounds, shares, staleness."""
 
 import argparse
+import csv
+from itertools import cycle
 from pathlib import Path
 
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
@@ -42,6 +44,8 @@ _PANELS = [
     ),
 ]
 
+_LINE_STYLES = ("-", "--", ":", "-.")
+
 
 def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
     """All scalars of the event files under a directory: tag -> (steps, values).
@@ -64,11 +68,11 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
     return scalars
 
 
-def draw(scalars: dict[str, tuple[list[int], list[float]]], target: float | None, output: Path) -> None:
-    """Write the curves as a PNG.
+def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> None:
+    """Write the curves as a PNG: of one run, or a group's mean over its runs in a band from the lowest to the highest.
 
     Args:
-        scalars: as `read_scalars` gives them.
+        groups: by label, the runs' scalars as `read_scalars` gives them.
         target: the share that the search aims at, drawn as a line; None for no line.
         output: path of the PNG.
     """
@@ -77,19 +81,33 @@ def draw(scalars: dict[str, tuple[list[int], list[float]]], target: float | None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    logged = {tag: None for runs in groups.values() for scalars in runs for tag in scalars}
     panels = [(title, dict(tags)) for title, tags in _PANELS]
-    panels[1][1].update({tag: None for tag in scalars if tag.startswith("eval/") and tag.endswith("_pass1")})
-    panels = [(title, {tag: label for tag, label in tags.items() if tag in scalars}) for title, tags in panels]
+    panels[1][1].update({tag: None for tag in logged if tag.startswith("eval/") and tag.endswith("_pass1")})
+    panels = [(title, {tag: label for tag, label in tags.items() if tag in logged}) for title, tags in panels]
     panels = [(title, tags) for title, tags in panels if tags]
 
     rows = -(-len(panels) // 2)
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.remove()
+    # Colours from dark to light and markers, so that groups differ in grey too.
+    colours = pyplot.get_cmap("viridis")([i / max(len(groups), 2) for i in range(len(groups))])
     for axis, (title, tags) in zip(axes.flat, panels, strict=False):
-        for tag, label in tags.items():
-            steps, values = scalars[tag]
-            axis.plot(steps, values, marker="o" if len(steps) < 25 else None, markersize=4, linewidth=1.2, label=label)
+        for place, (tag, tag_label) in enumerate(tags.items()):
+            for (label, runs), colour, marker in zip(groups.items(), colours, cycle("os^Dv*Px"), strict=False):
+                if not (curves := [scalars[tag] for scalars in runs if tag in scalars]):
+                    continue
+                steps, mean, lowest, highest = _over_runs(curves)
+                style = {"marker": marker, "markersize": 4, "markevery": max(1, len(steps) // 12)}
+                if len(groups) > 1:
+                    style |= {"color": colour, "linestyle": _LINE_STYLES[place % len(_LINE_STYLES)]}
+                elif len(steps) >= 25:
+                    style = {}
+                parts = [label] * (len(groups) > 1) + [tag_label] * (tag_label is not None)
+                (line,) = axis.plot(steps, mean, linewidth=1.2, label=", ".join(parts) or None, **style)
+                if len(curves) > 1:
+                    axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
         if "share" in title and target is not None:
             axis.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target {target:g}")
         if "bounds" in title:
@@ -97,21 +115,53 @@ def draw(scalars: dict[str, tuple[list[int], list[float]]], target: float | None
         axis.set(title=title, xlabel="global step")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
-            axis.legend()
+            axis.legend(fontsize="small")
     figure.savefig(output, dpi=120)
     pyplot.close(figure)
+
+
+def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
+    """(steps that all runs have, mean, lowest, highest)."""
+    by_step = [dict(zip(*curve, strict=True)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, by_step)))
+    values = [[values[step] for values in by_step] for step in steps]
+    return steps, [sum(v) / len(v) for v in values], list(map(min, values)), list(map(max, values))
+
+
+def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
+    """One row a logged number: label, which of its runs (from 0), tag, global step, value."""
+    with open(file, "w", newline="") as output:
+        rows = csv.writer(output)
+        rows.writerow(["label", "run", "tag", "step", "value"])
+        for label, runs in groups.items():
+            for run, scalars in enumerate(runs):
+                for tag, curve in scalars.items():
+                    rows.writerows([label, run, tag, step, value] for step, value in zip(*curve, strict=True))
 
 
 def main(argv: list[str]) -> None:
     """Draw and print the picture's path."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plot", description=__doc__)
-    parser.add_argument("tensorboard_dir", type=Path, help="the run's --logger.tensorboard_dir")
-    parser.add_argument("output", type=Path, help="path of the PNG")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="[LABEL=]RUN",
+        help="a run's folder, or its --logger.tensorboard_dir; runs of one label, such as seeds, become one line",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, help="path of the PNG")
     parser.add_argument("--target", type=float, default=None, help="the run's positive contribution target")
+    parser.add_argument("--csv", type=Path, default=None, help="also write every number that was logged")
     args = parser.parse_args(argv)
-    try:
-        scalars = read_scalars(args.tensorboard_dir)
-    except FileNotFoundError as error:
-        parser.error(str(error))
-    draw(scalars, args.target, args.output)
+    groups = {}
+    for run in args.runs:
+        label, _, folder = run.rpartition("=")
+        path = Path(folder)
+        try:
+            scalars = read_scalars(path)
+        except FileNotFoundError as error:
+            parser.error(str(error))
+        groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)
+    draw(groups, args.target, args.output)
+    if args.csv:
+        _write_csv(groups, args.csv)
     print(args.output)

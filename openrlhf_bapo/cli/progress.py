@@ -4,6 +4,7 @@ import argparse
 import ast
 import collections
 import re
+import signal
 import sys
 import time
 
@@ -19,11 +20,15 @@ _COLUMNS = {
     "grad norm": "actor_grad_norm",
     "seconds": "timing/step_total",
 }
-_LINES_AT_FAILURE = 40
+# As `openrlhf-bapo train` says it, on a line of its own; Ray puts a name before the lines of other processes.
+_OURS, _COMPLETE = "openrlhf-bapo: ", "openrlhf-bapo: the run is complete"
+_LINES_AT_FAILURE = 10
 
 
 def describe(line: str) -> str | None:
-    """What a person wants to see of one line of OpenRLHF's log, or None."""
+    """What a person wants to see of one line of a run's output, or None."""
+    if line.startswith(_OURS):
+        return line.rstrip("\n")
     if match := _STEP.search(line):
         metrics = ast.literal_eval(match[2].replace(": nan", ": None"))
         shown = [f"{title} {metrics[key]:.3f}" for title, key in _COLUMNS.items() if metrics.get(key) is not None]
@@ -49,13 +54,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--every", type=int, default=1, help="show every N-th step")
     args = parser.parse_args(argv)
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the command decides when the output ends
     start, last, finished_steps = time.monotonic(), collections.deque(maxlen=_LINES_AT_FAILURE), 0
-    evaluations = []
+    evaluations, is_complete = [], False
     with open(args.log, "w") as log:
         for line in sys.stdin:
             log.write(line)
             log.flush()
             last.append(line)
+            is_complete |= line.startswith(_COMPLETE)
             shown = describe(line)
             if shown is None:
                 continue
@@ -66,11 +74,15 @@ def main(argv: list[str]) -> None:
                 if (finished_steps - 1) % args.every:
                     continue
             print(f"[{time.monotonic() - start:4.0f} s] {shown}", flush=True)
-    if len(evaluations) > 1:
+    if not is_complete:
+        if not any(line.startswith(_OURS) for line in last):
+            print(
+                "the command ended without a word, as a process does that is killed; its last lines:", file=sys.stderr
+            )
+            sys.stderr.writelines(last)
+        print(f"openrlhf-bapo: the whole output is in {args.log}", file=sys.stderr)
+    elif len(evaluations) > 1:
         (first, before), (last_step, after) = evaluations[0], evaluations[-1]
         for name in before:
             if name.endswith("_pass1"):
                 print(f"held-out {name}: {before[name]:.3f} at step {first}, {after[name]:.3f} at step {last_step}")
-    if not finished_steps:
-        print(f"no step was finished; the last lines of {args.log}:", file=sys.stderr)
-        sys.stderr.writelines(last)

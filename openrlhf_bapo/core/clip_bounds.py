@@ -31,6 +31,10 @@ MAX_GRID_STEPS = 1000
 # one bucket per side, and atomic additions to one address would otherwise queue up on a GPU.
 _LANES = 256
 
+# On a CPU they are added up in blocks that stay in its cache; few tokens are fastest in the fewest operations.
+_BLOCK_TOKENS = 65_536
+_FEW_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class ClipConfig:
@@ -68,7 +72,7 @@ class ClipConfig:
 
     @classmethod
     def preset(cls, name: str) -> "ClipConfig":
-        """The settings of a published recipe: "readme", "paper", "octothinker" or "released".
+        """The settings of a published recipe ("readme", "paper", "octothinker", "released"), or ours ("steady").
 
         Raises:
             ValueError: for another name.
@@ -142,6 +146,7 @@ PRESETS = {
         order="lower_first",
         target_kind="ratio",
     ),
+    "steady": ClipConfig(contribution="gradient"),
 }
 
 
@@ -152,30 +157,88 @@ def _grid(start: float, stop: float, step: float) -> list[float]:
 
 
 @dataclass(frozen=True)
-class _Grids:
-    """A config's grids and path as tensors on one device."""
+class _Edges:
+    """The bounds to sort tokens by, in the ratio's precision as the loss clamps it: a token on a bound is inside."""
 
-    lower: torch.Tensor  # [num_lower], float64
-    upper: torch.Tensor  # [num_upper], float64
-    path_lower: torch.Tensor  # [num_points], index into lower
-    path_upper: torch.Tensor  # [num_points], index into upper
+    lower: torch.Tensor  # [num_lower], ascending
+    upper: torch.Tensor  # [num_upper], ascending
+    num_cells: int = 1  # a power of two, which any precision can hold
+
+    @property
+    def num_buckets(self) -> int:
+        return self.upper.numel() + 1 + self.lower.numel() + 1
+
+    @functools.cached_property
+    def innermost(self) -> tuple[float, float]:
+        """The bounds between which a ratio is inside at every point."""
+        return self.lower[-1].item(), self.upper[0].item()
+
+    @functools.cached_property
+    def _cells(self) -> tuple[torch.Tensor, float, torch.Tensor, int]:
+        below = torch.nextafter(self.lower, torch.zeros_like(self.lower))  # a ratio on a lower bound lies above it
+        edges = torch.cat([below, self.upper])
+        scale = self.num_cells / edges[-1].item()
+        cell = _cell(edges, scale, self.num_cells)
+        first = torch.searchsorted(cell, torch.arange(self.num_cells + 1, dtype=cell.dtype))
+        return torch.cat([edges, edges.new_full((1,), math.inf)]), scale, first, int(cell.bincount().max())
+
+    def position(self, ratio: torch.Tensor) -> torch.Tensor:
+        """How many of the lower bounds are not above and of the upper ones below each ratio; on the CPU."""
+        # Many times faster than bucketize, whose every step is a branch that random ratios send either way: a table
+        # says how many edges lie in the cells of the line before the ratio's own, the rest is compared.
+        edges, scale, first, num_compared = self._cells
+        position = first.index_select(0, _cell(ratio, scale, self.num_cells))
+        for _ in range(num_compared):
+            position += ratio > edges.index_select(0, position)
+        return position
+
+
+def _cell(ratio: torch.Tensor, scale: float, num_cells: int) -> torch.Tensor:
+    return (ratio * scale).clamp_(0, num_cells).int()  # rises with the ratio in every precision
 
 
 @functools.lru_cache(maxsize=64)
-def _grids(config: ClipConfig, device: torch.device) -> _Grids:
-    # Cached: building them copies from the host, which would stall a GPU in every update.
-    path_lower, path_upper = zip(*config.path(), strict=True)
-    return _Grids(
-        lower=torch.tensor(config.lower_grid(), dtype=torch.float64, device=device),
-        upper=torch.tensor(config.upper_grid(), dtype=torch.float64, device=device),
-        path_lower=torch.tensor(path_lower, device=device),
-        path_upper=torch.tensor(path_upper, device=device),
-    )
+def _edges(config: ClipConfig, device: torch.device, dtype: torch.dtype) -> _Edges:
+    # Cached, as _path is: building them copies from the host, which would stall a GPU in every update.
+    grids = config.lower_grid(), config.upper_grid()
+    return _Edges(*(torch.tensor(grid, dtype=torch.float64, device=device).to(dtype) for grid in grids), num_cells=4096)
 
 
-def _one_point(lower: torch.Tensor, upper: torch.Tensor) -> _Grids:
-    only = torch.zeros(1, dtype=torch.long, device=lower.device)
-    return _Grids(lower=lower[None], upper=upper[None], path_lower=only, path_upper=only)
+@dataclass(frozen=True)
+class _Path:
+    """The points of a walk, as tensors on one device."""
+
+    bounds: torch.Tensor
+    """[2, num_points], float64: the upper and the lower bound of each point."""
+
+    members: torch.Tensor
+    """[num_buckets, 2 * 2 * num_points], 1.0 where a bucket's tokens are (inside, outside) a point's (upper, lower)."""
+
+    first: torch.Tensor
+    """[num_points], falling: the first of the points that meet the target has the highest."""
+
+    last: torch.Tensor
+    """[num_points], below `first`: of the points that do not meet it the last has the highest."""
+
+
+@functools.lru_cache(maxsize=64)
+def _path(config: ClipConfig, device: torch.device) -> _Path:
+    lower, upper = zip(*config.path(), strict=True)
+    grids = config.upper_grid(), config.lower_grid()
+    bounds = [[grid[i] for i in at] for grid, at in zip(grids, (upper, lower), strict=True)]
+    return _Path(torch.tensor(bounds, dtype=torch.float64, device=device), *_members(lower, upper, device))
+
+
+@functools.lru_cache(maxsize=64)
+def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    # Positive tokens with r <= upper[k] stand in buckets 0..k; negative ones with r >= lower[k] in buckets k+1 and on.
+    lower, upper = torch.tensor(lower), torch.tensor(upper)
+    positive = torch.arange(upper.max() + 2)[:, None] <= upper
+    negative = torch.arange(lower.max() + 2)[:, None] > lower
+    inside, outside = (torch.block_diag(*sides) for sides in ((positive, negative), (~positive, ~negative)))
+    first = torch.arange(lower.numel(), 0, -1)
+    last = torch.where(first == 1, 0, -1)
+    return torch.cat([inside, outside], 1).to(device, torch.float64), first.to(device), last.to(device)
 
 
 @dataclass(frozen=True)
@@ -242,7 +305,7 @@ def tally_contributions(
         mask: the same shape; a token's weight in the loss (bool, or a number that is not negative), 0 for "no token".
         config: says which grid the tokens are sorted into.
     """
-    return _tally(ratio, advantages, mask, _grids(config, ratio.device))
+    return _tally(ratio, advantages, mask, _edges(config, ratio.device, ratio.dtype))
 
 
 @torch.no_grad()
@@ -250,39 +313,64 @@ def tally_at_bounds(
     ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
 ) -> ContributionTally:
     """As `tally_contributions`, at one pair of bounds (0-dim, float64) instead of a grid; for `measure_clip_bounds`."""
-    return _tally(ratio, advantages, mask, _one_point(lower, upper))
+    return _tally(ratio, advantages, mask, _Edges(lower[None].to(ratio.dtype), upper[None].to(ratio.dtype)))
 
 
-def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, grids: _Grids) -> ContributionTally:
-    num_positive = grids.upper.numel() + 1
-    num_buckets = num_positive + grids.lower.numel() + 1
+def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: _Edges) -> ContributionTally:
+    tokens = ratio.flatten(), advantages.flatten(), mask.flatten()
+    if ratio.device.type != "cpu":
+        return ContributionTally(_sums_of_all(*tokens, edges, _LANES))
+    if ratio.numel() <= _FEW_TOKENS:
+        return ContributionTally(_sums_of_all(*tokens, edges, 1))
+    starts = range(0, ratio.numel(), _BLOCK_TOKENS)
+    blocks = ([x[start : start + _BLOCK_TOKENS] for x in tokens] for start in starts)
+    return ContributionTally(functools.reduce(torch.add, (_sums_of_block(*block, edges) for block in blocks)))
 
+
+def _sums_of_all(
+    ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: _Edges, num_lanes: int
+) -> torch.Tensor:
+    """A tally's sums, every token put into its bucket; nothing is read on the host."""
+    num_positive, num_buckets = edges.upper.numel() + 1, edges.num_buckets
     active = (mask > 0) & (advantages != 0)
-    # Edges in the ratio's own precision, as the loss clamps it: a token on a bound is inside for both.
     bucket = torch.where(
         advantages > 0,
-        torch.bucketize(ratio, grids.upper.to(ratio.dtype)),
-        torch.bucketize(ratio, grids.lower.to(ratio.dtype), right=True) + num_positive,
+        torch.bucketize(ratio, edges.upper),
+        torch.bucketize(ratio, edges.lower, right=True) + num_positive,
     )
-    size = torch.where(active, mask.double() * advantages.abs().double(), 0.0)
-    weighted = torch.where(active, size * ratio.double(), 0.0)
-    values = torch.stack([weighted, size, active.double()]).flatten(1)  # [3, num_tokens]
-
+    size = advantages.double() * mask
     # Tokens that do not count add zeros to whatever bucket their garbage fell into.
-    lane = torch.arange(values.shape[1], device=ratio.device) % _LANES
-    index = lane * num_buckets + bucket.flatten()
-    sums = values.new_zeros(3, _LANES * num_buckets).index_add_(1, index, values)
-    return ContributionTally(sums.view(3, _LANES, num_buckets).sum(1))
+    values = torch.where(active, torch.stack([size * ratio, size, torch.ones_like(size)]), 0.0)  # [3, num_tokens]
+    if num_lanes > 1:
+        bucket += torch.arange(bucket.numel(), device=ratio.device) % num_lanes * num_buckets
+    sums = values.new_zeros(3, num_lanes * num_buckets).index_add_(1, bucket, values)
+    return sums.view(3, num_lanes, num_buckets).sum(1).abs_()
 
 
-def _cumsum_from_right(x: torch.Tensor) -> torch.Tensor:
-    return x.flip(1).cumsum(1).flip(1)
+def _sums_of_block(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: _Edges) -> torch.Tensor:
+    """As `_sums_of_all`, faster on a CPU: most tokens are inside at every point, and only the others need a bucket."""
+    r, size = ratio.double(), advantages.double() * mask
+    outside = (r.clamp(*edges.innermost).sub_(r).mul_(size) < 0).nonzero().squeeze(1)
+    sums = r.new_zeros(3, edges.num_buckets - 1)  # by position; that of the tokens inside stays empty
+    if outside.numel():
+        outside_ratio, outside_size = ratio.index_select(0, outside), size.index_select(0, outside)
+        values = torch.stack([outside_size * outside_ratio, outside_size, torch.ones_like(outside_size)])
+        sums.index_add_(1, edges.position(outside_ratio), values)
+        size.index_fill_(0, outside, 0.0)
+
+    num_lower = edges.lower.numel()
+    sides = size.clamp_min(0), size.clamp_max_(0)
+    inside = torch.stack([value for x in sides for value in (x.dot(r), x.sum(), x.sign().sum())])
+    positive, negative = inside.view(2, 3, 1)
+    sums = torch.cat([positive, sums[:, num_lower + 1 :], sums[:, :num_lower], negative], 1).abs_()
+    # Garbage under a mask of 0 has become a zero, or else a sum that is not finite.
+    return sums if math.isfinite(sums.sum().item()) else _sums_of_all(ratio, advantages, mask, edges, 1)
 
 
 @torch.no_grad()
 def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBounds:
     """Walk Algorithm 1's path over a tally of the whole update; on its device, without host synchronisation."""
-    return _solve(tally, _grids(config, tally.sums.device), config)
+    return _solve(tally, _path(config, tally.sums.device), config)
 
 
 @torch.no_grad()
@@ -293,46 +381,46 @@ def measure_clip_bounds(
 
     `initial_share` is the share at them too: there is no path.
     """
-    return _solve(tally, _one_point(lower, upper), config)
+    only_point = _members((0,), (0,), lower.device)
+    return _solve(tally, _Path(torch.stack([upper, lower])[:, None], *only_point), config)
 
 
-def _solve(tally: ContributionTally, grids: _Grids, config: ClipConfig) -> ClipBounds:
-    positive, negative = tally.sums.split([grids.upper.numel() + 1, grids.lower.numel() + 1], dim=1)
+def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBounds:
+    # Rows of the tally x (inside, outside) x (positive, negative) x points, in one operation: the tally is small, and
+    # what a search of few tokens takes is the number of its operations.
+    weighted, size, num_tokens = (tally.sums @ path.members).view(3, 2, 2, -1)
+    gradient, num_outside = weighted[0], num_tokens[1]
+    surrogate = torch.addcmul(gradient, path.bounds, size[1])
+    contributions = torch.stack([surrogate, gradient])  # as CONTRIBUTIONS
+    total = contributions.sum(1)
+    shares = contributions[:, 0] / total
 
-    # Positive tokens with r <= upper[k] stand in columns 0..k; negative ones with r >= lower[k] in columns k+1 and on.
-    inside_positive, outside_positive = positive.cumsum(1)[:, :-1], _cumsum_from_right(positive)[:, 1:]
-    inside_negative, outside_negative = _cumsum_from_right(negative)[:, 1:], negative.cumsum(1)[:, :-1]
+    chosen = CONTRIBUTIONS.index(config.contribution)
+    share = shares[chosen]
+    value = share
+    if config.target_kind == "ratio":
+        value = contributions[chosen, 0] / (contributions[chosen, 1] + 1e-8)
+    met = value >= config.positive_contribution_target
+    met[0].logical_or_(total[chosen, 0] == 0)  # nothing to balance: stay at the start
+    point = torch.where(met, path.first, path.last).argmax(0, keepdim=True)
 
-    sums = {
-        "gradient": (inside_positive[0], inside_negative[0]),
-        "surrogate": (
-            inside_positive[0] + grids.upper * outside_positive[1],
-            inside_negative[0] + grids.lower * outside_negative[1],
-        ),
-    }
-    along_path = {name: (p[grids.path_upper], n[grids.path_lower]) for name, (p, n) in sums.items()}
-    shares = {name: p / (p + n) for name, (p, n) in along_path.items()}
-    (p, n), share = along_path[config.contribution], shares[config.contribution]
-    met = (share if config.target_kind == "share" else p / (n + 1e-8)) >= config.positive_contribution_target
-    met[:1] |= (p + n)[:1] == 0  # nothing to balance: stay at the start
-    reached = met.any(0, keepdim=True)
-    # argmax finds the first True. Indexing by tensor keeps the choice on the device.
-    point = torch.where(reached, met.int().argmax(0, keepdim=True), met.numel() - 1)
-    at_lower, at_upper = grids.path_lower[point], grids.path_upper[point]
-
-    num_positive, num_negative = positive[2].sum(), negative[2].sum()
-
+    num_a_side = num_tokens.sum(0)
+    positive_frac = num_a_side[:1] / num_a_side.sum(0, keepdim=True)
+    clip_fracs = num_outside / num_a_side.clamp(min=1)
+    along_path = torch.cat([path.bounds, shares, positive_frac, clip_fracs, met[None]])
+    # Indexing by tensor keeps the choice on the device.
+    upper, lower, *at_point, reached = along_path.index_select(1, point).view(-1).unbind()
     return ClipBounds(
-        lower=grids.lower[at_lower].squeeze(0),
-        upper=grids.upper[at_upper].squeeze(0),
-        positive_share=share[point].squeeze(0),
+        lower=lower,
+        upper=upper,
+        positive_share=at_point[chosen],
         initial_share=share[0],
-        reached=reached.squeeze(0),
-        surrogate_share=shares["surrogate"][point].squeeze(0),
-        gradient_share=shares["gradient"][point].squeeze(0),
-        positive_token_frac=num_positive / (num_positive + num_negative),
-        clip_frac_positive=(outside_positive[2, at_upper] / num_positive.clamp(min=1)).squeeze(0),
-        clip_frac_negative=(outside_negative[2, at_lower] / num_negative.clamp(min=1)).squeeze(0),
+        reached=reached.bool(),
+        surrogate_share=at_point[0],
+        gradient_share=at_point[1],
+        positive_token_frac=at_point[2],
+        clip_frac_positive=at_point[3],
+        clip_frac_negative=at_point[4],
     )
 
 

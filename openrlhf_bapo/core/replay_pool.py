@@ -390,7 +390,7 @@ def read_directory(
 
     Raises:
         ReplayPoolError: if a file is missing, damaged or of another format, or if the fingerprint differs; it names
-            `discard_flag` as the way to start without the pool.
+            `discard_flag` as the way to start without it.
     """
     directory = Path(path)
     # A save that was interrupted between its two renames left only the old pool.
@@ -410,7 +410,7 @@ def read_directory(
                 problem = f"was saved with {name} {theirs!r}, but this run has {name} {ours!r}"
                 raise _refusal(directory / "pool.json", problem, f"use the same {name}")
     except ReplayPoolError as error:
-        raise ReplayPoolError(f"{error} or pass {discard_flag} to start with an empty pool") from error.__cause__
+        raise ReplayPoolError(f"{error} or pass {discard_flag} to start without it") from error.__cause__
     return load_file(file), record
 
 

@@ -56,9 +56,9 @@ class SteadyBounds:
     """
 
     def __init__(self, config: ClipConfig, smoothing: SmoothingConfig) -> None:
-        self._ranges = [(grid[0], grid[-1]) for grid in (config.lower_grid(), config.upper_grid())]
-        start = smoothing.start or [(low + high) / 2 for low, high in self._ranges]
-        for value, (low, high), side in zip(start, self._ranges, ("lower", "upper"), strict=True):
+        ranges = [(grid[0], grid[-1]) for grid in (config.lower_grid(), config.upper_grid())]
+        start = smoothing.start or [(low + high) / 2 for low, high in ranges]
+        for value, (low, high), side in zip(start, ranges, ("lower", "upper"), strict=True):
             if not low <= value <= high:
                 raise ValueError(
                     f"start {smoothing.start} is not allowed; its {side} bound must lie in [{low:g}, {high:g}]"
@@ -79,19 +79,21 @@ class SteadyBounds:
             tally: of all tokens of the update, on all ranks.
         """
         found = wanted = solve_clip_bounds(tally, self.config)
-        self.lower, self.upper = self.lower.to(tally.sums.device), self.upper.to(tally.sums.device)
+        self.to(tally.sums.device)
         weight = (1 - self._keep) * found.initial_share.isfinite().double()
         if self.smoothing.of == "tally":
-            before = tally.sums.new_zeros(()) if self._tally is None else self._tally.sums.to(tally.sums.device)
+            before = tally.sums.new_zeros(()) if self._tally is None else self._tally.sums
             # Of weights that sum to less than 1 at first: shares do not change with the scale.
             self._tally = ContributionTally(before + weight * (tally.sums - before))
             wanted = solve_clip_bounds(self._tally, self.config)
             weight = wanted.initial_share.isfinite().double()
-        (lower_start, lower_max), (upper_start, upper_max) = self._ranges
-        # Clamped, because rounding may carry the sum past the end of a range.
-        self.lower = (self.lower + weight * (wanted.lower - self.lower)).clamp(lower_start, lower_max)
-        self.upper = (self.upper + weight * (wanted.upper - self.upper)).clamp(upper_start, upper_max)
+        # lerp ends exactly where it is told to; a sum may be carried past the end of a range by rounding.
+        self.lower, self.upper = self.lower.lerp(wanted.lower, weight), self.upper.lerp(wanted.upper, weight)
         return found
+
+    def to(self, device: torch.device) -> None:
+        """Keep the bounds there, where the tallies are."""
+        self.load_state_dict({name: value.to(device) for name, value in self.state_dict().items()})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a resumed run needs to go on with the same bounds."""

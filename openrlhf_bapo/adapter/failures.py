@@ -1,0 +1,128 @@
+"""Why a run ended, in one line that its user can act on, and another with what is left of it.
+
+What failed comes home as an exception: Ray carries it from the process where it was raised to the one that asked.
+"""
+
+import errno
+import functools
+import re
+import shutil
+import signal
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from openrlhf_bapo.adapter.interrupts import Interrupted
+
+PROCESSES = {
+    "RolloutRayActor": "a rollout engine",
+    "PolicyModelActor": "an actor's process, which trains",
+    "ReferenceModelActor": "a reference model's process",
+    "CriticModelActor": "a critic's process",
+    "RewardModelActor": "a reward model's process",
+    "PPOTrainer": "the trainer",
+    "TrainingActor": "the trainer",
+    "GenerateSamplesActor": "the process that asks for rollouts",
+}
+"""OpenRLHF's Ray actors, by class."""
+
+FAILED_REWARD = "reward_failure"
+"""Among a response's `extra_logs`: why it has no reward."""
+
+_LITTLE_SPACE = 64 << 20  # bytes; a disk that is full has often a little left
+
+
+def describe_failure(error: BaseException, args: dict, signals: list[int]) -> list[str]:
+    """Two lines: the cause, and what was saved and how to go on.
+
+    Args:
+        error: what ended the run.
+        args: flat, names with dots.
+        signals: those that came before it.
+    """
+    folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
+    full = [name for folder in folders if folder and (name := _full_disk(folder))]
+    cause, names = _in_words(_innermost(error)), [signal.Signals(number).name for number in signals]
+    return [f"the run has ended: {'; '.join([', '.join([*names, cause]), *dict.fromkeys(full)])}", _what_is_saved(args)]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    from ray.exceptions import RayTaskError
+
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error
+
+
+def _in_words(error: BaseException) -> str:
+    from ray.exceptions import RayActorError
+
+    text = str(error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"{_process(text)} did not start: {lines[-1]}"  # Ray has put the traceback into the text
+    if isinstance(error, RayActorError) or type(error).__name__ == "EngineDeadError":  # vLLM's
+        process = _process(text) if isinstance(error, RayActorError) else "a rollout engine (vLLM's EngineCore)"
+        return f"{process} died; killed from outside, by a lack of memory (see dmesg), or crashed"
+    if isinstance(error, KeyboardInterrupt):
+        return "at once"
+    if isinstance(error, Interrupted):
+        return text
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"a disk is full: {text}"
+    if type(error) is RuntimeError and text.startswith("--"):
+        return lines[0]  # ours, which names the flag
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _process(text: str) -> str:
+    """The process that Ray's message about a dead actor speaks of; its exception has the actor's id alone."""
+    found = {key: match[1] for key in ("class_name", "pid", "ip") if (match := re.search(rf"\b{key}: (\S+)", text))}
+    name = found.get("class_name") or next((name for name in PROCESSES if name in text), None)
+    which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
+    return PROCESSES.get(name, "a Ray actor") + (f" ({', '.join(which)})" if which else "")
+
+
+def _full_disk(folder: str) -> str:
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    return f"the disk of {there} is full ({free:,} bytes free)" if free < _LITTLE_SPACE else ""
+
+
+def _what_is_saved(args: dict) -> str:
+    latest = Path(args["ckpt.path"], "_actor", "latest")
+    if latest.is_file():
+        return (
+            f"saved is {args['ckpt.path']} ({latest.read_text().strip()}); the same command with --ckpt.load_enable "
+            "goes on from there, as a recipe does that is run again"
+        )
+    steps = args["ckpt.save_steps"]
+    every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
+    return f"nothing is saved, the same command starts anew (--ckpt.save_steps {steps}: {every})"
+
+
+def explain_failed_rewards(agent: ModuleType) -> None:
+    """Let a response whose reward failed say why; OpenRLHF's `SingleTurnAgentExecutor` logs it, and goes on."""
+    executor = agent.SingleTurnAgentExecutor
+    for name in ("_fetch_rewards_via_func", "_fetch_rewards_via_http"):
+        setattr(executor, name, _explaining(getattr(executor, name)))
+
+
+def _explaining(fetch):
+    @functools.wraps(fetch)
+    async def explaining(self, *args, **kwargs):
+        try:
+            found = await fetch(self, *args, **kwargs)
+        except Exception as error:  # upstream would swallow it
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            return [{"rewards": None, "extra_logs": {FAILED_REWARD: reason}}]
+        for one in found:
+            if not isinstance(one, dict) or "rewards" not in one:
+                reason = f"the answer is {str(one)[:80]!r}, no dict with 'rewards'"
+                return [{"rewards": None, "extra_logs": {FAILED_REWARD: reason}}]
+        return found
+
+    return explaining

@@ -1,0 +1,370 @@
+"""Files that a command names, looked at before Ray starts.
+
+Data are known by their rows, models by what their folder holds, reward functions and agents by loading them. Nothing
+here knows more of a command than the flag that names the file.
+"""
+
+import contextlib
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from openrlhf_bapo.adapter.flags import FlagError
+
+LOAD_LIMIT = 300
+"""Seconds for the import of a reward-function or agent file."""
+
+_SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
+"""Bytes: of a data file that is read whole, and of what is read at either end of a larger one."""
+
+# Loads a file as OpenRLHF's engines do (utils/agent.py and trainer/ray/vllm_engine.py). Only who comes to the last line
+# ends with this code, whatever threads the file has started, and if it ends its process itself.
+_LOADED = 42
+_LOAD = """
+import importlib.util, os, sys
+from openrlhf_bapo.adapter.registration import register
+register()
+spec = importlib.util.spec_from_file_location(sys.argv[2], sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+{use}
+os._exit({loaded})
+"""
+_USES = {
+    "reward_func": """
+if not callable(module.reward_func):
+    raise TypeError("reward_func is no function")
+""",
+    "AgentExecutor": """
+from openrlhf.utils.agent import AgentExecutorBase
+if not issubclass(module.AgentExecutor, AgentExecutorBase):
+    raise TypeError("AgentExecutor is no openrlhf.utils.agent.AgentExecutorBase")
+module.AgentExecutor()
+""",
+}
+
+
+def warn(message: str) -> None:
+    """Say in one line on stderr what is probably not meant."""
+    print(f"openrlhf-bapo: warning: {message}", file=sys.stderr)
+
+
+# Data.
+
+
+def listed(names: str | None) -> list[str]:
+    """Data sets as OpenRLHF splits them: by comma, each without its "@folder"."""
+    return [name.split("@")[0].strip() for name in names.split(",")] if names else []
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name that is no file or folder here may be one on the hub: OWNER/NAME, or NAME."""
+    return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
+
+
+def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template: bool) -> None:
+    """Refuse a data file that OpenRLHF could not read, by its first and last rows, or all of a small one.
+
+    Args:
+        file: JSON, JSONL, CSV or Parquet; of any other kind nothing is known.
+        where: what a message starts with, the flag and the file.
+        keys: by the flag that names them, those that every row must have, the input's first.
+        apply_chat_template: whether the input may be a list of messages.
+
+    Raises:
+        FlagError
+    """
+    try:
+        if file.suffix == ".csv":
+            with open(file, newline="", encoding="utf-8") as stream:
+                return _check_columns(next(csv.reader(stream), []), where, keys)
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return _check_columns(pyarrow.parquet.read_schema(file).names, where, keys)
+        if file.suffix not in (".json", ".jsonl"):
+            return None
+        rows = list(_json_rows(file, where))
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and an UnicodeDecodeError are ValueErrors
+        raise FlagError(f"{where}: cannot be read ({str(error).splitlines()[0]}); allowed: a JSONL file") from None
+    if not rows and file.stat().st_size <= _SMALL_FILE:
+        raise FlagError(f"{where}: has no row; allowed: a JSONL file with at least one")
+    for place, row in rows:
+        check_row(row, f"{where}: {place}", keys)
+        flag, key = next(iter(keys.items()))
+        if not isinstance(row[key], str | list if apply_chat_template else str) or not row[key]:
+            shown = json.dumps(row[key])[:40]
+            allowed = "a text, or a list of messages" if apply_chat_template else "a text"
+            raise FlagError(f"{where}: {place} has {key!r} {shown}; allowed for {flag}: {allowed}, not empty")
+
+
+def _check_columns(names: list[str], where: str, keys: dict[str, str]) -> None:
+    if not names:
+        raise FlagError(f"{where}: has no row; allowed: a file with at least one")
+    check_row(dict.fromkeys(names), f"{where}: its table", keys)
+
+
+def check_row(row: object, where: str, keys: dict[str, str]) -> None:
+    """Refuse a row that is no JSON object or lacks one of `keys`, which the flags name.
+
+    Raises:
+        FlagError
+    """
+    if not isinstance(row, dict):
+        raise FlagError(f"{where} is not a JSON object")
+    for flag, key in keys.items():
+        if key not in row:
+            raise FlagError(f"{where} has no key {key!r}; allowed for {flag}: one of {', '.join(row)}")
+
+
+def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
+    """(where it stands, row) of what is read."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        if size <= _SMALL_FILE:
+            yield from _decoded(stream.read().decode(), where)
+            return
+        first = stream.read(_END_OF_FILE).rpartition(b"\n")[0]
+        stream.seek(size - _END_OF_FILE)
+        last = stream.read().partition(b"\n")[2]
+    if first.lstrip().startswith(b"["):
+        return  # one array, which only a full read could tell
+    for number, line in enumerate(first.decode().split("\n"), start=1):
+        if line.strip():
+            yield f"line {number}", json_value(line, f"{where}: line {number}")
+    for line in last.decode().split("\n"):
+        if line.strip():
+            yield "a row at its end", json_value(line, f"{where}: a row at its end")
+
+
+def json_value(text: str, where: str) -> object:
+    """The value of one line; FlagError if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FlagError(f"{where} is not JSON ({error})") from None
+
+
+def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
+    """The JSON values of a text, whatever stands between them; an array's are its rows."""
+    decoder, visible, number, counted, position = json.JSONDecoder(), re.compile(r"\S"), 1, 0, 0
+    while match := visible.search(text, position):
+        number, counted = number + text.count("\n", counted, match.start()), match.start()
+        place = f"line {number}"
+        try:
+            value, position = decoder.raw_decode(text, match.start())
+        except ValueError as error:
+            raise FlagError(f"{where}: {place} is not JSON ({error})") from None
+        if isinstance(value, list):
+            yield from ((f"row {number}", row) for number, row in enumerate(value, start=1))
+        else:
+            yield place, value
+
+
+# Models.
+
+
+def model_length(config) -> int | None:
+    """Positions of a model, in tokens, as vLLM reckons them from a text model's configuration; None: not known."""
+    length = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if length is None or "rope_type" not in rope or rope["rope_type"] in ("su", "longrope", "llama3"):
+        return length
+    if rope["rope_type"] == "yarn":
+        length = rope.get("original_max_position_embeddings") or length
+    return int(length * rope.get("factor", 1.0))
+
+
+def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: bool = False):
+    """Refuse a model folder whose configuration, tokenizer or weights cannot be loaded; its configuration otherwise.
+
+    Args:
+        flag: that names it.
+        name: a folder, or a name on the hub, of which nothing is checked: None comes back.
+        must_exist: else a folder that is missing is none that can be checked.
+        apply_chat_template: whether the tokenizer must have a chat template.
+
+    Raises:
+        FlagError
+    """
+    folder, where = Path(name), f"{flag} {name}"
+    if not folder.is_dir():
+        if must_exist and (folder.exists() or not is_hub_name(name)):
+            raise FlagError(f"{where}: no such folder; allowed: a model's folder, or its name on the hub")
+        if must_exist:
+            warn(f"{where}: is no folder here, so it is taken for a model on the hub; not checked")
+        return None
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise FlagError(f"{where}: has no config.json; allowed: a model's folder, or its name on the hub")
+    config = _loaded_by(AutoConfig, where, folder, "config.json")
+    _check_architecture(where, config)
+    _check_weights(where, folder)
+    if not hasattr(config, "vision_config"):
+        _check_tokenizer(where, folder, config, apply_chat_template)
+    return config
+
+
+def _loaded_by(loader, where: str, folder: Path, what: str):
+    try:
+        return loader.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:  # whatever transformers, or the model's own code, raises
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FlagError(f"{where}: its {what} cannot be loaded ({reason[0]})") from None
+
+
+def _check_architecture(where: str, config) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    knows = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config")
+    if not knows and not getattr(config, "auto_map", None):
+        raise FlagError(f"{where}: its model_type {config.model_type!r} is no language model that transformers knows")
+
+
+def _check_tokenizer(where: str, folder: Path, config, apply_chat_template: bool) -> None:
+    from transformers import AutoTokenizer
+
+    # transformers makes an empty tokenizer where there is no vocabulary.
+    if not any(True for name in ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken") for _ in folder.glob(name)):
+        raise FlagError(f"{where}: has no tokenizer (tokenizer.json); allowed: a model's folder with one")
+    tokenizer = _loaded_by(AutoTokenizer, where, folder, "tokenizer")
+    if tokenizer.eos_token is None and tokenizer.pad_token is None:
+        raise FlagError(f"{where}: its tokenizer has neither an EOS nor a padding token; allowed: one with EOS")
+    if tokenizer.eos_token is None:
+        warn(f"{where}: its tokenizer has no EOS token, so responses end at their longest")
+    if apply_chat_template and tokenizer.chat_template is None:
+        raise FlagError(
+            f"--data.apply_chat_template: the tokenizer of {folder} has no chat template; allowed: without this flag, "
+            "with --data.input_template"
+        )
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    for name in ("EOS", "padding"):
+        token, number = (getattr(tokenizer, f"{name[:3].lower()}_token{part}") for part in ("", "_id"))
+        if size is not None and number is not None and number >= size:
+            raise FlagError(
+                f"{where}: its {name} token {token!r} is number {number}; allowed: below the model's {size}"
+            )
+    if size is not None and len(tokenizer) > size:
+        warn(f"{where}: its tokenizer has {len(tokenizer)} tokens, its model {size}")
+
+
+def _check_weights(where: str, folder: Path) -> None:
+    for single, reads in (("model.safetensors", True), ("pytorch_model.bin", False)):
+        index = folder / f"{single}.index.json"
+        if (folder / single).is_file():
+            files = [folder / single]
+        elif index.is_file():
+            try:
+                files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except (ValueError, KeyError, AttributeError):
+                raise FlagError(f"{where}: {index.name} is damaged; allowed: a model's folder") from None
+        else:
+            continue
+        for file in files:
+            if not file.is_file():
+                raise FlagError(f"{where}: {file.name}, which {index.name} names, is missing")
+            if reads:
+                _check_safetensors(where, file)
+        return
+    raise FlagError(f"{where}: has no weights (model.safetensors, or its index); allowed: a model's folder with them")
+
+
+def _check_safetensors(where: str, file: Path) -> None:
+    """By the header, which says where the last tensor ends."""
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > size:
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FlagError(f"{where}: {file.name} is no safetensors file ({error})") from None
+    if size != whole:
+        raise FlagError(f"{where}: {file.name} has {size} bytes, its header says {whole}; copy it again")
+
+
+# Rewards and agents.
+
+
+class LoadedFile:
+    """A Python file of the user's that loads in a process of its own, where it may hang or end its process."""
+
+    def __init__(self, flag: str, file: str, name: str) -> None:
+        self._where, self._name = f"{flag} {file}", name
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # a pipe would stay open with the file's children
+        code = _LOAD.format(use=_USES[name], loaded=_LOADED)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, file, name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+
+    def finish(self) -> None:
+        """Wait until it is loaded.
+
+        Raises:
+            FlagError: if it cannot be, or takes too long.
+        """
+        allowed = f"allowed: a file that defines {self._name}"
+        try:
+            code = self._process.wait(LOAD_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise FlagError(f"{self._where}: is not loaded after {LOAD_LIMIT} s; {allowed}") from None
+        if code == _LOADED:
+            return
+        self._errors.seek(0)
+        said = [line.strip() for line in self._errors.read().split("\n") if line.strip()]
+        reason = said[-1] if said else f"it exits with {code}"
+        raise FlagError(f"{self._where}: cannot be loaded ({reason}); {allowed}")
+
+    def end(self) -> None:
+        """End its processes, if any are left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._errors.close()
+
+
+def try_file(flag: str, file: str, name: str) -> None:
+    """Load a file that must define `name`, "reward_func" or "AgentExecutor"; an engine would wait for ever for one that
+    cannot be loaded.
+
+    Raises:
+        FlagError: if it cannot be loaded, does not define it, or takes longer than `LOAD_LIMIT`.
+    """
+    loading = LoadedFile(flag, file, name)
+    try:
+        loading.finish()
+    finally:
+        loading.end()
+
+
+def check_python_file(flag: str, file: str, allowed: str) -> None:
+    """Refuse a file that is missing, or none of Python; FlagError."""
+    if not Path(file).is_file():
+        raise FlagError(f"{flag} {file}: no such file; allowed: {allowed}")
+    if not file.endswith(".py"):
+        raise FlagError(f"{flag} {file}: allowed: {allowed}")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is an HTTP address with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

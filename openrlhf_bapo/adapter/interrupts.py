@@ -1,0 +1,129 @@
+"""What ends a run from outside its trainer: SIGTERM and Ctrl-C, and an engine that does not start.
+
+After a signal the training step under way is finished and saved; a second one ends the run at once. The command gets
+the signal, a Ray actor makes the steps: a key in Ray's own store tells one of the other.
+"""
+
+import functools
+import os
+import signal
+import sys
+import threading
+from types import ModuleType
+
+import wrapt
+
+_FAILED = signal.SIGUSR1
+"""From a thread of this process to its main thread, which waits for Ray."""
+
+_KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
+
+
+class Interrupted(Exception):
+    """Ends the trainer after a step that was saved; the message says which."""
+
+
+def catch_signals(came: list[int], finishes_step: bool) -> None:
+    """Catch SIGTERM and SIGINT from now on in the process that has started Ray.
+
+    Args:
+        came: gets the signals' numbers as they come.
+        finishes_step: `--ckpt.on_interrupt`; else the first signal ends the run at once.
+    """
+
+    def handle(number: int, _) -> None:
+        came.append(number)
+        if len(came) > 1 or not finishes_step:
+            raise KeyboardInterrupt  # what gets through Ray
+        name = signal.Signals(number).name
+        print(
+            f"openrlhf-bapo: {name}: ends after this training step, with a checkpoint; a second signal ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
+        threading.Thread(target=_tell, daemon=True).start()  # a handler must not wait
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    signal.signal(_FAILED, signal.default_int_handler)
+
+
+def leave_signals() -> None:
+    """The run ends: another signal ends the process at once."""
+    signal.signal(_FAILED, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def watch_engines(failures: list[BaseException]) -> None:
+    """Let an engine that does not start end the run, where its actors would wait for it for ever.
+
+    Args:
+        failures: gets the exception that Ray carries home.
+    """
+
+    def watched(create_vllm_engines):
+        @functools.wraps(create_vllm_engines)
+        def create(*args, **kwargs) -> list:
+            engines = create_vllm_engines(*args, **kwargs)
+            threading.Thread(target=wait, args=[engines], daemon=True).start()
+            return engines
+
+        return create
+
+    def wait(engines: list) -> None:
+        import ray
+
+        try:
+            ray.get([engine.policy_version.remote() for engine in engines])  # answered when they have started
+        except Exception as error:
+            failures.append(error)
+            os.kill(os.getpid(), _FAILED)
+
+    def use(ray_parts: ModuleType) -> None:
+        ray_parts.create_vllm_engines = watched(ray_parts.create_vllm_engines)
+
+    wrapt.register_post_import_hook(use, "openrlhf.trainer.ray")
+
+
+def _tell() -> None:
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put(_job() + _KEY, b"", namespace=_NAMESPACE)
+
+
+def _is_interrupted() -> bool:
+    from ray.experimental import internal_kv
+
+    return internal_kv._internal_kv_exists(_job() + _KEY, namespace=_NAMESPACE)
+
+
+def _job() -> bytes:
+    import ray
+
+    return ray.get_runtime_context().get_job_id().encode()
+
+
+def end_when_interrupted(trainer: type) -> None:
+    """Let OpenRLHF's trainer look after every step, and before the first one, whether it is to end."""
+    save, start = trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states
+
+    @functools.wraps(save)
+    def save_logs_and_checkpoints(self, global_step: int, *args, **kwargs) -> None:
+        interrupted = _is_interrupted()
+        if interrupted:
+            self.args.ckpt.save_steps = 1
+        save(self, global_step, *args, **kwargs)
+        if interrupted:
+            raise Interrupted(f"after step {global_step}")
+
+    @functools.wraps(start)
+    def init_checkpoint_states(self) -> dict:
+        if _is_interrupted():
+            raise Interrupted("before its first step")
+        return start(self)
+
+    trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states = (
+        save_logs_and_checkpoints,
+        init_checkpoint_states,
+    )

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The quickstart under a token budget, on a task whose responses have a heavy tail of lengths: division by repeated
+# subtraction, half of the responses with 3 tokens, a few with hundreds. BUDGET=0 is the same run without a budget.
+# What else can be set from outside: scripts/train_bapo_quickstart.sh. Further flags go to the training command.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+export TASK=remainder
+export RUNS=${RUNS:-runs/partial_quickstart}
+export STEPS=${STEPS:-100}     # global steps, each of 16 prompts x 4 samples; 100 use every prompt once
+export EVAL_STEPS=${EVAL_STEPS:-50}
+BUDGET=${BUDGET:-64}           # tokens that a response may grow by in one rollout
+OVERSAMPLE=${OVERSAMPLE:-1.5}  # prompts in flight per prompt that a rollout needs
+
+# The longest responses take ten rollouts and more: a low --partial.max_staleness would drop them.
+exec bash scripts/train_bapo_quickstart.sh \
+  --partial.token_budget "$BUDGET" \
+  --partial.oversample "$OVERSAMPLE" \
+  --partial.max_staleness 16 \
+  --data.max_len 600 \
+  --data.max_samples $((16 * STEPS)) \
+  --rollout.max_new_tokens 594 \
+  --rollout.batch_size 16 \
+  --rollout.n_samples_per_prompt 4 \
+  --rollout.micro_batch_size 64 \
+  --ds.packing_samples \
+  --train.dynamic_batch_enable \
+  --train.max_tokens_per_gpu 2048 \
+  --eval.n_samples_per_prompt 2 \
+  "$@"

@@ -1,0 +1,102 @@
+"""--offpolicy.lag: every rollout is trained on so many rollouts after it was made, in order, and none is lost."""
+
+import os
+import re
+import signal
+import sys
+
+import pipeline
+import pytest
+import recordings
+import torch
+from test_partial_pipeline import NUM_PROMPTS, NUM_SAMPLES, directory, prompts_trained  # noqa: F401
+
+LAG, NUM_STEPS = 3, 6
+
+
+def lag_flags(folder, **overrides) -> list[str]:
+    """Six rollouts of 16 groups of 4, and as many global steps of two optimizer steps."""
+    flags = dict(
+        policy_loss="bapo",
+        data__max_samples=NUM_PROMPTS,
+        actor__adam__lr=3e-4,
+        train__micro_batch_size=16,
+        offpolicy__lag=LAG,
+    )
+    return pipeline.flags(folder, **flags | overrides)
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    (tmp_path / "reward.py").touch()
+
+
+def test_a_lag_of_0_is_no_lag(tmp_path, reward_file):
+    given, not_given = (vars(pipeline.parse(lag_flags(tmp_path, offpolicy__lag=lag))) for lag in (0, None))
+    assert given == not_given and given["partial"].token_budget == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(offpolicy__lag=-1), "--offpolicy.lag -1: .*allowed: 0 and above"),
+        (dict(train__async_enable=True), "--offpolicy.lag 3: allowed without --train.async_enable"),
+        (dict(partial__token_budget=16), "--partial.token_budget 16: allowed without --offpolicy.lag, which is 3"),
+        (dict(partial__max_staleness=2), "--partial.max_staleness 2: allowed without --offpolicy.lag, which is 3"),
+        (dict(offpolicy__ratio_base="recomputed"), "--offpolicy.ratio_base recomputed: .*staleness of --offpolicy.lag"),
+        (dict(policy_loss="gspo"), "--offpolicy.lag 3: allowed with --policy_loss ppo or bapo, which is gspo"),
+        (
+            dict(algo__advantage__is_correction_level="token"),
+            "is_correction_level token: .*with --offpolicy.lag 3: off",
+        ),
+    ],
+)
+def test_what_a_lag_cannot_go_with_is_refused_in_one_line(tmp_path, reward_file, capsys, flags, message):
+    with pytest.raises(SystemExit) as exit_:
+        pipeline.parse(lag_flags(tmp_path, **flags))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and re.search(message, line)
+
+
+@pytest.mark.pipeline
+def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_order_three_versions_later(
+    directory,  # noqa: F811
+    capsys,
+):
+    flags = lag_flags(directory, ckpt__save_steps=1, ckpt__max_num=2)
+    saved = directory / "ckpt/_partial/global_step2/pool.json"
+    log, command = directory / "killed.log", [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
+    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
+        pipeline.wait_until(saved.exists, process, log)
+        os.killpg(process.pid, signal.SIGKILL)
+    version = int((directory / "ckpt/_actor/latest").read_text().strip().removeprefix("global_step"))
+    resume = [*flags, "--ckpt.load_enable"]
+    for other, message in (("0", "give --offpolicy.lag 3"), ("2", "--offpolicy.lag '3', but this run has")):
+        with pytest.raises(SystemExit):
+            pipeline.parse([*resume, "--offpolicy.lag", other])
+        assert message in capsys.readouterr().err
+
+    recorder = recordings.environment(directory / "resumed", start=version - 1)
+    steps = pipeline.steps(pipeline.train(directory, resume, "resumed", **recorder))
+    assert len(steps) == NUM_STEPS - version
+    waiting = [min(LAG, NUM_STEPS - 1 - step) * 16 for step in range(version, NUM_STEPS)]
+    assert [step["partial/waiting"] for step in steps] == waiting and steps[-1]["partial/in_flight"] == 0
+    folders = [directory / "killed", directory / "resumed"]
+    before, after = (recordings.trained_on(folder) for folder in folders)
+    # The first rollouts are all of the first policy; from then on staleness is the lag.
+    for batch in (before, after):
+        expected = torch.where(batch["action_mask"] > 0, batch["version"].clamp(max=LAG)[:, None], 0)
+        assert torch.equal(batch["staleness"].long(), expected)
+    assert [step["offpolicy/staleness_mean"] for step in steps] == [min(LAG, v) for v in range(version, NUM_STEPS)]
+    kept = before["version"] < version  # a step that no checkpoint holds is made again
+    counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    policies = recordings.Policies(directory / "model", *folders)
+    # All of them are stale by now: the ratio is taken against what the engine sampled with, at its version's weights.
+    mask = after["action_mask"] > 0
+    for shift in (-1, 0, 1):
+        gap = policies.log_probs(after, after["versions"] + shift, sampled=True) - after["denominators"]
+        if shift:
+            assert gap[mask].abs().nanmedian() > recordings.APART
+        else:
+            assert gap[mask].abs().max() < recordings.CLOSE

@@ -1,0 +1,84 @@
+"""The curves of runs: every logged number in the picture and the table."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+from torch.utils.tensorboard import SummaryWriter
+
+from openrlhf_bapo.cli import plot
+
+TAGS = [tag for _, panel in plot._PANELS for tag in panel] + ["eval/eval_sums_pass1"]
+
+
+def log(folder: Path, offset: float = 0.0, num_steps: int = 5) -> dict[str, list[float]]:
+    """A run that logged every tag; what it logged."""
+    curves = {tag: [offset + place + step / 8 for step in range(num_steps)] for place, tag in enumerate(TAGS)}
+    writer = SummaryWriter(folder / "tensorboard")
+    for tag, values in curves.items():
+        for step, value in enumerate(values):
+            writer.add_scalar(tag, value, step)
+    writer.close()
+    return curves
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """What was drawn."""
+    found = []
+    monkeypatch.setattr(pyplot, "close", found.append)
+    return found
+
+
+def test_the_picture_of_a_run_holds_every_curve_that_was_logged_and_the_target(tmp_path, figures):
+    curves = log(tmp_path)
+    assert plot.read_scalars(tmp_path) == {tag: ([0, 1, 2, 3, 4], values) for tag, values in curves.items()}
+    plot.main([str(tmp_path / "tensorboard"), "-o", str(tmp_path / "curves.png"), "--target", "0.45"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    drawn = [line for axis in figures[0].axes for line in axis.lines]
+    assert all(any(list(line.get_ydata()) == values for line in drawn) for values in curves.values())
+    assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
+
+
+def test_runs_of_one_label_are_a_mean_in_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
+    for name, offset, num_steps in (("a", 0.0, 5), ("b", 2.0, 4), ("c", 10.0, 5)):
+        log(tmp_path / name, offset, num_steps)
+    runs = [f"bapo={tmp_path / 'a'}", f"bapo={tmp_path / 'b'}", str(tmp_path / "c")]
+    plot.main([*runs, "-o", str(tmp_path / "curves.png")])
+    reward = figures[0].axes[0]
+    mean, other = reward.lines
+    assert (mean.get_label(), other.get_label()) == ("bapo", "c")
+    assert list(mean.get_xdata()) == [0, 1, 2, 3]  # the steps that both runs have
+    assert list(mean.get_ydata()) == [1 + step / 8 for step in range(4)]
+    assert list(other.get_ydata()) == [10 + step / 8 for step in range(5)]
+    (band,) = reward.collections
+    low, high = band.get_paths()[0].get_extents().get_points()[:, 1]
+    assert (low, high) == (0.0, 2 + 3 / 8)
+    assert mean.get_marker() != other.get_marker()
+    luminance = [
+        sum(w * c for w, c in zip((0.3, 0.6, 0.1), line.get_color()[:3], strict=True)) for line in reward.lines
+    ]
+    assert abs(luminance[0] - luminance[1]) > 0.15
+    bounds = next(axis for axis in figures[0].axes if "bounds" in axis.get_title())
+    assert [line.get_label() for line in bounds.lines[:4]] == ["bapo, upper", "c, upper", "bapo, lower", "c, lower"]
+    assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
+
+
+def test_the_table_holds_every_logged_number(tmp_path):
+    expected = []
+    for run, offset in enumerate((0.0, 2.0)):
+        curves = log(tmp_path / str(run), offset)
+        expected += [("seeds", run, tag, step, value) for tag, ys in curves.items() for step, value in enumerate(ys)]
+    runs = [f"seeds={tmp_path / str(run)}" for run in range(2)]
+    plot.main([*runs, "-o", str(tmp_path / "curves.png"), "--csv", str(tmp_path / "curves.csv")])
+    header, *rows = csv.reader((tmp_path / "curves.csv").read_text().splitlines())
+    assert header == ["label", "run", "tag", "step", "value"]
+    found = [(label, int(run), tag, int(step), float(value)) for label, run, tag, step, value in rows]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        plot.main([str(tmp_path), "-o", str(tmp_path / "curves.png")])
+    assert exit_.value.code == 2 and "no TensorBoard scalars" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""What a person sees of a run: a line a step."""
+
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf_bapo.cli import progress
+
+STEP = (
+    "(PPOTrainer pid=1) INFO 11-20 ppo_trainer.py:551] Global step 7: {'rollout/reward_mean': 0.25, "
+    "'entropy_loss': 0.5, 'bapo/clip_low': 0.6, 'bapo/clip_high': 1.75, 'bapo/positive_share': nan, 'other': 1}\n"
+)
+EVALUATION = (
+    "(PPOTrainer pid=1) INFO Evaluation completed in 0:00:01, global_step {}, eval_metrics: {{'eval_sums_pass4': 0.5, "
+    "'eval_sums_pass1': {}, 'eval_num_samples': 8.0}}\n"
+)
+
+
+COMPLETE = "openrlhf-bapo: the run is complete; its model is in out\n"
+
+
+def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
+    assert progress.describe(STEP) == "step    7  reward 0.250  entropy 0.500  clip low 0.600  clip high 1.750"
+    assert progress.describe(EVALUATION.format(3, 0.25)) == "evaluation at step 3: sums_pass4 0.500, sums_pass1 0.250"
+    assert progress.describe("anything else\n") is None
+
+
+def follow(tmp_path, text: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+
+
+def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
+    text = EVALUATION.format(0, 0.25) + "noise\n" + STEP + EVALUATION.format(7, 0.75) + COMPLETE
+    run = follow(tmp_path, text)
+    assert (tmp_path / "log").read_text() == text
+    assert "noise" not in run.stdout
+    assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
+
+
+@pytest.mark.parametrize("before", ["starting\n", STEP], ids=["no step", "a step"])
+def test_a_run_that_ends_without_a_word_shows_its_last_lines_and_where_the_others_are(tmp_path, before):
+    run = follow(tmp_path, before + "loading\nTerminated\n")
+    *_, noise, killed, log = run.stderr.splitlines()
+    assert (noise, killed, log) == (
+        "loading",
+        "Terminated",
+        f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}",
+    )
+    assert "ended without a word" in run.stderr
+
+
+def test_the_cause_of_a_runs_end_is_the_last_thing_said(tmp_path):
+    cause, saved = "openrlhf-bapo: the run has ended: a disk is full", "openrlhf-bapo: saved is ckpt (global_step2)"
+    run = follow(tmp_path, f"{STEP}noise\n{cause}\n{saved}\nJob failed\n")
+    assert [line[9:] for line in run.stdout.splitlines()[-2:]] == [cause, saved]
+    assert run.stderr == f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}\n"
+    refused = "openrlhf-bapo: --train.batch_size 0: allowed: 1 or more\n"
+    run = follow(tmp_path, refused)
+    assert refused in run.stdout and "without a word" not in run.stderr
+
+
+def test_a_warning_is_shown_when_it_comes_and_does_not_explain_an_end(tmp_path):
+    warning = "openrlhf-bapo: warning: --eval.steps 5 does nothing without --eval.dataset\n"
+    run = follow(tmp_path, warning + "noise\n" * 50)
+    assert warning in run.stdout and "ended without a word" in run.stderr

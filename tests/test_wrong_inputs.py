@@ -1,0 +1,688 @@
+"""What a user can get wrong, and what is said: one line with the flag and its value, and code 2, before Ray starts.
+
+Every row of the table starts from one command that passes, so that it can only fail for its own fault.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+
+from openrlhf_bapo.adapter import arguments, checks, input_files
+from openrlhf_bapo.adapter.replay_checkpoint import _replay_fingerprint
+from openrlhf_bapo.cli import evaluate
+from openrlhf_bapo.core.replay_pool import Group, ReplayConfig, ReplayPool
+
+HAS_GPU = torch.cuda.is_available()
+
+# --flag value, and what is said to be allowed.
+VALUES = [
+    *(
+        (flag, 0, "allowed: 1 or more")
+        for flag in (
+            "actor.num_nodes actor.num_gpus_per_node vllm.num_engines vllm.tensor_parallel_size ds.ring_attn_size "
+            "ds.tensor_parallel_size ds.zpg data.max_samples rollout.max_new_tokens rollout.batch_size "
+            "rollout.n_samples_per_prompt rollout.micro_batch_size rollout.max_tokens_per_gpu train.batch_size "
+            "train.micro_batch_size train.max_tokens_per_gpu train.max_epochs train.num_episodes "
+            "train.async_queue_size eval.n_samples_per_prompt logger.logging_steps ckpt.max_num"
+        ).split()
+    ),
+    ("rollout.batch_size", -16, "allowed: 1 or more"),
+    ("rollout.vllm_generate_batch_size", -1, "allowed: 1 or more"),
+    ("train.micro_batch_size", -8, "allowed: 1 or more"),
+    ("data.max_len", -5, "allowed: 2 or more"),
+    ("data.max_len", 0, "allowed: 2 or more"),
+    ("data.dataloader_num_workers", -1, "allowed: 0 or more"),
+    ("data.max_images_per_prompt", -1, "allowed: 0 or more"),
+    ("ds.lora.rank", -8, "allowed: 0 or more"),
+    ("ckpt.save_steps", 0, "allowed: -1 (never), or 1 or more"),
+    ("ckpt.save_steps", -2, "allowed: -1 (never), or 1 or more"),
+    ("eval.steps", 0, "allowed: -1 (never), or 1 or more"),
+    ("critic.freezing_steps", -2, "allowed: -1 (none), or more"),
+    ("train.seed", -1, "allowed: from 0 to 2**32 - 1"),
+    ("actor.adam.lr", -1.0, "allowed: 0 or more, and finite"),
+    ("actor.adam.lr", "nan", "allowed: 0 or more, and finite"),
+    ("actor.adam.lr", "inf", "allowed: 0 or more, and finite"),
+    ("critic.adam.lr", -1.0, "allowed: 0 or more, and finite"),
+    ("actor.adam.weight_decay", -0.1, "allowed: 0 or more, and finite"),
+    ("actor.adam.eps", 0.0, "allowed: above 0, and finite"),
+    ("actor.max_norm", -1.0, "allowed: 0 or more, and finite"),
+    ("actor.eps_clip", -0.2, "allowed: 0 or more, and finite"),
+    ("actor.dual_clip", 0.5, "allowed: above 1"),
+    ("actor.entropy_coef", "nan", "allowed: a finite number"),
+    ("actor.lr_warmup_ratio", 3.0, "allowed: from 0 to 1"),
+    ("actor.min_lr_ratio", -0.1, "allowed: from 0 to 1"),
+    ("algo.kl.init_coef", -0.01, "allowed: 0 or more, and finite"),
+    ("algo.advantage.gamma", 1.5, "allowed: from 0 to 1"),
+    ("algo.advantage.lambd", -1.0, "allowed: from 0 to 1"),
+    ("critic.value_clip", 0.0, "allowed: above 0, and finite"),
+    ("rollout.temperature", 0.0, "allowed: above 0, and finite"),
+    ("rollout.temperature", -1.0, "allowed: above 0, and finite"),
+    ("rollout.temperature", "nan", "allowed: above 0, and finite"),
+    ("eval.temperature", -0.5, "allowed: 0 or more, and finite"),
+    ("rollout.top_p", 2.0, "allowed: above 0, up to 1"),
+    ("rollout.top_p", 0.0, "allowed: above 0, up to 1"),
+    ("vllm.gpu_memory_utilization", 1.5, "allowed: above 0, up to 1"),
+    ("ckpt.max_mem", 0.0, "allowed: above 0"),
+    ("reward.stop_properly_penalty_coef", 2.0, "allowed: up to 1"),
+    ("ds.zero_stage", 7, "allowed: 0, 1, 2, 3"),
+    ("actor.lr_scheduler", "cosin", "allowed: linear, cosine, "),
+    ("actor.lr_scheduler", "warmup_stable_decay", "allowed: linear, cosine, "),  # which wants more than OpenRLHF gives
+    ("vllm.sync_backend", "ncll", "allowed: nccl, gloo"),
+    ("ds.grad_accum_dtype", "fp8", "allowed: bf16, fp16, fp32"),
+    ("ds.attn_implementation", "flash", "allowed: eager, sdpa, "),
+    ("ckpt.best_metric_key", "reward", "allowed: none, or a metric of the evaluation"),
+    ("data.input_template", "Question:", "allowed: a text with {} for the input"),
+    ("data.input_template", "{} and {name}", "allowed: a text with {} for the input, other braces doubled"),
+    ("data.input_template", "{} and {}", "allowed: a text with {} for the input"),
+    ("data.input_template", "\\boxed{{}}", "allowed: a text with {} for the input"),
+    ("data.prompt_probs", "0.5,0.5", "allowed: 1 numbers, one for each data set, that add up to 1"),
+    ("data.prompt_probs", "half", "allowed: 1 numbers, one for each data set, that add up to 1"),
+    # How OpenRLHF's parser says it.
+    ("train.batch_size", "many", "invalid int value"),
+    ("actor.adam.lr", "fast", "invalid float value"),
+    ("algo.advantage.estimator", "ppo", "invalid choice"),
+    ("ds.param_dtype", "fp32", "invalid choice"),
+    # Ours.
+    ("policy_loss", "dapo", "invalid choice"),
+    ("replay.ratio", -1.0, "must be at least 0"),
+    ("partial.oversample", 0.5, "must be at least 1"),
+    ("replay.capacity", 7, "does nothing without --replay.ratio"),
+    ("replay.max_staleness", 2, "does nothing without --replay.ratio"),
+    ("replay.strategy", "newest", "does nothing without --replay.ratio"),
+    ("partial.max_segments", 2, "does nothing without --partial.token_budget"),
+    ("partial.on_stale", "finish", "does nothing without --partial.token_budget"),
+    # Against each other. The baseline: a rollout of 16 prompts x 4 samples, one rank.
+    ("train.batch_size", 20, "must be a multiple of 8, --train.micro_batch_size 8 on each of the 1 data-"),
+    ("train.batch_size", 128, "a rollout has only 64 samples"),
+    ("train.micro_batch_size", 48, "--train.batch_size 32: must be a multiple of 48"),
+    ("rollout.micro_batch_size", 65, "leaves fewer than 1 micro-batches"),
+    ("rollout.n_samples_per_prompt", 1, "--algo.advantage.estimator group_norm compares the responses"),
+    ("rollout.max_new_tokens", 24, "must be below --data.max_len 24"),
+    ("data.max_len", 4096, "the model has 128 positions"),
+    ("reward.overlong_buffer_len", 9.0, "must be below the 8 tokens of a response"),
+    ("rollout.vllm_generate_batch_size", 32, "allowed with --train.async_enable"),
+    ("actor.num_gpus_per_node", 3, "must be a multiple of 24"),
+    # Files and folders.
+    ("actor.model_name_or_path", "/nowhere/model", "no such folder"),
+    ("actor.model_name_or_path", "runs/nowhere/model", "no such folder"),
+    ("data.prompt_dataset", "nowhere.jsonl", "no such file"),
+    ("data.prompt_dataset", "/nowhere/prompts", "no such file"),
+    ("eval.dataset", "nowhere.jsonl", "no such file"),
+    ("data.input_key", "question", "has no key 'question'; allowed for --data.input_key: one of input, label"),
+    ("data.label_key", "answer", "has no key 'answer'; allowed for --data.label_key: one of input, label"),
+    ("reward.remote_url", "nowhere.py", "no such file"),
+    ("reward.remote_url", "reward.txt", "allowed: a reward-function file (.py), or HTTP URLs"),
+    ("reward.remote_url", "localhost:5000/get_reward", "allowed: a reward-function file (.py), or HTTP URLs"),
+    ("reward.remote_url", "http://a/get_reward,nowhere.py", "allowed: a reward-function file (.py), or HTTP URLs"),
+    ("reward.remote_url", "http://a:port/get_reward", "allowed: a reward-function file (.py), or HTTP URLs"),
+    ("train.agent_func_path", "nowhere.py", "no such file"),
+    ("ckpt.path", "/proc/nowhere", "cannot be written (/proc: "),
+    ("ckpt.output_dir", "/proc/nowhere/model", "cannot be written (/proc: "),
+    ("logger.tensorboard_dir", "/dev/null/tensorboard", "cannot be written (/dev/null: "),
+]
+
+# Changes to the command, and what the line says.
+COMMANDS = {
+    "no model": (dict(actor__model_name_or_path=None), ["--actor.model_name_or_path: is missing"]),
+    "no prompts": (dict(data__prompt_dataset=None), ["--data.prompt_dataset: is missing"]),
+    "no reward": (dict(reward__remote_url=None), ["--reward.remote_url: is missing"]),
+    "no engines": (dict(vllm__num_engines=None), ["--vllm.num_engines None", "1 or more"]),
+    "an unknown flag": (dict(train__batch_sise=64), ["unrecognized arguments: --train.batch_sise 64"]),
+    "betas": ({"actor.adam.betas": "0.9 1.5"}, ["--actor.adam.betas 0.9 1.5", "from 0, below 1"]),
+    "clip range": ({"reward.clip_range": "10 -10"}, ["--reward.clip_range 10.0 -10.0", "LOW below HIGH"]),
+    "filtering": (
+        {"algo.dynamic_filtering_range": "1 0", "algo.dynamic_filtering_enable": True},
+        ["--algo.dynamic_filtering_range 1.0 0.0", "LOW below HIGH"],
+    ),
+    "never replays": (
+        dict(replay__ratio=1, replay__max_staleness=0),
+        ["--replay.max_staleness 0", "never replays", "1 or more"],
+    ),
+    "a pool too small": (
+        dict(replay__ratio=1, replay__capacity=15),
+        ["--replay.capacity 15", "16 groups", "allowed: 16 or more"],
+    ),
+    "replay that draws nothing": (dict(replay__ratio=0.01), ["--replay.ratio 0.01: draws 0 groups"]),
+    "evaluation of nothing": (dict(eval__at_start=True), ["--eval.at_start: does nothing without --eval.dataset"]),
+    "evaluation with a reward model": (
+        lambda d, _: dict(
+            eval__dataset=d / "train.jsonl", reward__remote_url=None, reward__model_name_or_path=d / "model"
+        ),
+        ["--eval.dataset", "not with a reward model"],
+    ),
+    "bapo's flag without bapo": (dict(bapo__preset="paper"), ["--bapo.preset paper", "--policy_loss bapo"]),
+    "bapo and a fixed clip": (dict(policy_loss="bapo", actor__eps_clip=0.3), ["--actor.eps_clip"]),
+    "engines beside colocated actors": (
+        dict(train__colocate_all=True, vllm__num_engines=2),
+        ["--vllm.num_engines 2", "the actor's 1 GPUs"],
+    ),
+    "a reference that shares other GPUs": (
+        dict(train__colocate_actor_ref=True, algo__kl__init_coef=0.1, ref__num_gpus_per_node=2),
+        ["--ref.num_gpus_per_node 2", "the actor's 1 x 1"],
+    ),
+    "a ring that does not fit": (
+        dict(ds__ring_attn_size=2, actor__num_gpus_per_node=3),
+        ["--ds.ring_attn_size 2", "the actor's 3 GPUs"],
+    ),
+    "OpenRLHF: partial without async": (dict(train__partial_rollout_enable=True), ["--train.partial_rollout_enable"]),
+    "OpenRLHF: filtering one sample": (
+        dict(
+            algo__dynamic_filtering_enable=True,
+            rollout__n_samples_per_prompt=1,
+            rollout__batch_size=64,
+            algo__advantage__estimator="gae",
+        ),
+        ["n_samples_per_prompt must be greater than 1"],
+    ),
+    "OpenRLHF: images and a critic": (
+        dict(data__max_images_per_prompt=1, algo__advantage__estimator="gae"),
+        ["does not support critic"],
+    ),
+    "a template beside a chat template": (
+        dict(data__input_template="Q: {}", data__apply_chat_template=True),
+        ["--data.input_template: allowed without --data.apply_chat_template"],
+    ),
+    "no chat template": (dict(data__apply_chat_template=True), ["--data.apply_chat_template", "has no chat template"]),
+    "a package that is not installed": (
+        dict(use_ms=True),
+        ["--use_ms: needs the package modelscope, which is not installed"],
+    ),
+    "heads": (dict(vllm__tensor_parallel_size=4), ["--vllm.tensor_parallel_size 4", "2 attention heads"]),
+}
+
+
+def on_the_cpu(flag: str):
+    return dict([(flag, 2), ("actor.num_gpus_per_node", 2)]), [f"--{flag} 2: needs GPUs; allowed on the CPU: 1"]
+
+
+if not HAS_GPU:
+    COMMANDS |= {
+        f"{flag} on the CPU": on_the_cpu(flag)
+        for flag in ("vllm.tensor_parallel_size", "ds.tensor_parallel_size", "ds.ring_attn_size")
+    }
+
+
+def file(flag: str, name: str, content: str | bytes, **more):
+    """A fault: `flag` names a file with this content."""
+
+    def fault(directory: Path, _) -> dict:
+        (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return {flag: directory / name} | more
+
+    return fault
+
+
+def prompts(content: str | bytes, name: str = "prompts.jsonl"):
+    return file("data.prompt_dataset", name, content)
+
+
+def reward(content: str):
+    return file("reward.remote_url", "wrong.py", content)
+
+
+def never_loaded(directory: Path, monkeypatch) -> dict:
+    monkeypatch.setattr(input_files, "LOAD_LIMIT", 3)
+    return reward("while True: pass\n")(directory, monkeypatch)
+
+
+def agent(content: str):
+    return file("train.agent_func_path", "agent.py", content, reward__remote_url=None)
+
+
+def model(change):
+    """A fault: `change(folder)` of the model's folder."""
+
+    def fault(directory: Path, _) -> dict:
+        change(directory / "model")
+        return {}
+
+    return fault
+
+
+def edit(name: str, **values):
+    def change(folder: Path) -> None:
+        known = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps({k: v for k, v in known.items() if v is not None}))
+
+    return change
+
+
+def tokens_of_a_llama(**values):
+    def change(folder: Path) -> None:
+        edit("config.json", model_type="llama")(folder)
+        edit("tokenizer_config.json", **values)(folder)
+
+    return change
+
+
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, size: int):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def text(name: str, content: str):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def index_without_its_files(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def checkpoint(latest: str | None, **more):
+    """A fault: a resume from a folder with this in its file `latest`."""
+
+    def fault(directory: Path, _) -> dict:
+        (directory / "ckpt/_actor/global_step2").mkdir(parents=True)
+        (directory / "ckpt/_actor/global_step2/mp_rank_00_model_states.pt").touch()
+        if latest is not None:
+            (directory / "ckpt/_actor/latest").write_text(latest)
+        return dict(ckpt__load_enable=True) | more
+
+    return fault
+
+
+def saved_pool(**change):
+    """A fault: a resume with other settings than those that the pool was saved with."""
+
+    def fault(directory: Path, monkeypatch) -> dict:
+        resume = checkpoint("global_step2", replay__ratio=1)(directory, monkeypatch)
+        sample = {"tokens": torch.arange(4), **{name: torch.ones(3) for name in ("action_mask", "advantages")}}
+        sample |= {"behaviour_log_probs": torch.zeros(3), "versions": torch.zeros(3)}
+        pool = ReplayPool(ReplayConfig(ratio=1.0))
+        pool.add([Group([dict(sample) for _ in range(4)], torch.arange(4.0))])
+        before = pipeline.parse(pipeline.flags(directory, replay__ratio=1))
+        state = {"policy_version": 2, "steps_by_version": [0, 1, 2]}
+        pool.save(directory / "ckpt/_replay/global_step2", state, _replay_fingerprint(before))
+        return resume | change
+
+    return fault
+
+
+def damaged_pool(directory: Path, monkeypatch) -> dict:
+    resume = saved_pool()(directory, monkeypatch)
+    os.truncate(directory / "ckpt/_replay/global_step2/groups.safetensors", 100)
+    return resume
+
+
+def ray_address(value: str):
+    def fault(directory: Path, monkeypatch) -> dict:
+        monkeypatch.setenv("RAY_TMPDIR", str(directory))
+        monkeypatch.setenv("RAY_ADDRESS", value.format(pipeline.free_port()))
+        return {}
+
+    return fault
+
+
+ROW = '{"input": "1+2=", "label": "3"}\n'
+LARGE = ROW * (9 << 20 >> 5)  # above what is read whole
+
+# What is done to a copy of the baseline's files, and what the line says.
+FILES = {
+    "an empty prompt file": (prompts(""), ["--data.prompt_dataset", "prompts.jsonl: has no row"]),
+    "a blank prompt file": (prompts("\n\n"), ["prompts.jsonl: has no row"]),
+    "prompts that are no JSON": (prompts(ROW + "1+2=\n"), ["prompts.jsonl: line 2 is not JSON"]),
+    "prompts that are cut off": (prompts(ROW * 3 + ROW[:20]), ["prompts.jsonl: line 4 is not JSON"]),
+    "prompts that are no text": (prompts(b"\xff\xfe\x00"), ["prompts.jsonl: cannot be read"]),
+    "prompts that are no objects": (prompts('"1+2="\n'), ["prompts.jsonl: line 1 is not a JSON object"]),
+    "a null prompt": (
+        prompts(ROW + '{"input": null, "label": "3"}\n' + ROW),
+        ["prompts.jsonl: line 2 has 'input' null", "--data.input_key"],
+    ),
+    "an empty prompt": (prompts('{"input": "", "label": "3"}\n'), ["prompts.jsonl: line 1 has 'input' \"\""]),
+    "a number as prompt": (prompts('{"input": 3, "label": "3"}\n'), ["prompts.jsonl: line 1 has 'input' 3"]),
+    "messages without chat template": (
+        prompts('{"input": [{"role": "user", "content": "1+2="}], "label": "3"}\n'),
+        ["line 1 has 'input' [{", "allowed for --data.input_key: a text"],
+    ),
+    "a row without its label": (
+        prompts(ROW + '{"input": "1+2="}\n'),
+        ["line 2 has no key 'label'; allowed for --data.label_key: one of input"],
+    ),
+    "an array whose rows lack the key": (
+        prompts('[{"input": "1+2=",\n "label": "3"}, {"prompt": "1+2="}]', "prompts.json"),
+        ["prompts.json: row 2 has no key 'input'"],
+    ),
+    "a large file that is cut off": (prompts(LARGE + ROW[:20]), ["prompts.jsonl: a row at its end is not JSON"]),
+    "a large file whose first row is wrong": (prompts("oops\n" + LARGE), ["prompts.jsonl: line 1 is not JSON"]),
+    "a table without the key": (
+        prompts("question,label\n1+2=,3\n", "prompts.csv"),
+        ["prompts.csv: its table has no key 'input'"],
+    ),
+    "a Parquet file that is none": (prompts(ROW, "prompts.parquet"), ["prompts.parquet: cannot be read"]),
+    "an evaluation file without label": (
+        file("eval.dataset", "heldout.jsonl", '{"input": "1+2="}\n'),
+        ["--eval.dataset", "heldout.jsonl: line 1 has no key 'label'"],
+    ),
+    "no config": (model(without("config.json")), ["--actor.model_name_or_path", "model: has no config.json"]),
+    "a config that is cut off": (model(cut("config.json", 100)), ["model: its config.json cannot be loaded"]),
+    "an unknown architecture": (
+        model(edit("config.json", model_type="qwen9")),
+        ["model: its config.json cannot", "qwen9"],
+    ),
+    "no language model": (model(text("config.json", '{"model_type": "vit"}')), ["its model_type 'vit' is no language"]),
+    "no tokenizer": (model(without("tokenizer.json")), ["model: has no tokenizer"]),
+    "a tokenizer that is cut off": (model(cut("tokenizer.json", 100)), ["model: its tokenizer cannot be loaded"]),
+    "neither EOS nor pad": (
+        model(tokens_of_a_llama(eos_token=None, pad_token=None)),
+        ["model: its tokenizer has neither an EOS nor a padding token"],
+    ),
+    "an EOS token that the model does not have": (
+        # transformers gives a Qwen2 without one its own.
+        model(edit("tokenizer_config.json", eos_token=None)),
+        ["model: its EOS token '<|endoftext|>' is number 17; allowed: below the model's 17"],
+    ),
+    "no weights": (model(without("model.safetensors")), ["model: has no weights"]),
+    "weights that are cut off": (
+        model(cut("model.safetensors", 100_000)),
+        ["model: model.safetensors has 100000 bytes, its header says 14"],
+    ),
+    "weights whose header is cut off": (model(cut("model.safetensors", 100)), ["model.safetensors is no safetensors"]),
+    "empty weights": (model(cut("model.safetensors", 0)), ["model.safetensors is no safetensors file"]),
+    "a pointer instead of weights": (
+        model(text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 147744\n")),
+        ["model.safetensors is no safetensors file"],
+    ),
+    "an index without its files": (
+        model(index_without_its_files),
+        ["model-00001-of-00001.safetensors, which model.safetensors.index.json names, is missing"],
+    ),
+    "a damaged index": (
+        model(lambda d: ((d / "model.safetensors").unlink(), (d / "model.safetensors.index.json").write_text("{}"))),
+        ["model.safetensors.index.json is damaged"],
+    ),
+    "a critic that is not there": (
+        dict(algo__advantage__estimator="gae", critic__model_name_or_path="/nowhere/critic"),
+        ["--critic.model_name_or_path /nowhere/critic: no such folder"],
+    ),
+    "the first of two reward models": (
+        lambda d, _: dict(reward__remote_url=None, reward__model_name_or_path=f"/nowhere/reward,{d}/model"),
+        ["--reward.model_name_or_path /nowhere/reward: no such folder"],
+    ),
+    "a reward file without reward_func": (
+        reward("def reward(queries, prompts, labels): ...\n"),
+        ["--reward.remote_url", "wrong.py: cannot be loaded (AttributeError", "defines reward_func"],
+    ),
+    "a reward file with a syntax error": (reward("def reward_func(:\n"), ["wrong.py: cannot be loaded (SyntaxError"]),
+    "a reward file with a missing import": (
+        reward("import no_such_module\n"),
+        ["wrong.py: cannot be loaded (ModuleNotFoundError: No module named 'no_such_module')"],
+    ),
+    "a reward_func that is none": (
+        reward("reward_func = 3\n"),
+        ["(TypeError: reward_func is no function)"],
+    ),
+    "a reward file that ends the process": (reward("exit(0)\n"), ["wrong.py: cannot be loaded (it exits with 0)"]),
+    "a reward file that never loads": (never_loaded, ["wrong.py: is not loaded after 3 s"]),
+    "an agent with a syntax error": (
+        agent("class AgentExecutor(:\n"),
+        ["--train.agent_func_path", "agent.py: cannot be loaded (SyntaxError", "defines AgentExecutor"],
+    ),
+    "an agent file without AgentExecutor": (agent("x = 1\n"), ["agent.py: cannot be loaded (AttributeError"]),
+    "an AgentExecutor of its own": (
+        agent("class AgentExecutor: ...\n"),
+        ["agent.py: cannot be loaded (TypeError: AgentExecutor is no openrlhf.utils.agent.AgentExecutorBase)"],
+    ),
+    "an agent file that is no Python": (
+        file("train.agent_func_path", "agent.txt", "", reward__remote_url=None),
+        ["agent.txt: allowed: an agent file (.py)"],
+    ),
+    "a file as folder of checkpoints": (
+        lambda d, _: dict(ckpt__path=d / "train.jsonl/ckpt"),
+        ["--ckpt.path", "train.jsonl/ckpt: cannot be written", "Not a directory"],
+    ),
+    "a resume without a checkpoint's name": (checkpoint(None), ["--ckpt.load_enable", "latest is missing"]),
+    "a resume whose checkpoint is gone": (
+        checkpoint("global_step4"),
+        ["--ckpt.load_enable", "names 'global_step4'", "allowed: global_step2 in that file"],
+    ),
+    "a resume without its pool": (
+        checkpoint("global_step2", replay__ratio=1),
+        ["_replay/global_step2", "--replay.discard_saved"],
+    ),
+    "a resume with a damaged pool": (damaged_pool, ["groups.safetensors is damaged", "--replay.discard_saved"]),
+    "a resume with another estimator": (
+        saved_pool(algo__advantage__estimator="rloo"),
+        [
+            "--algo.advantage.estimator 'group_norm', but this run has --algo.advantage.estimator 'rloo'",
+            "discard_saved",
+        ],
+    ),
+    "a resume with a KL loss": (
+        saved_pool(algo__kl__use_loss=True, algo__kl__init_coef=0.01, algo__kl__estimator="k3"),
+        ["--algo.kl.use_loss 'False', but this run has --algo.kl.use_loss 'True'", "--replay.discard_saved"],
+    ),
+    "a Ray that is not there": (ray_address("127.0.0.1:{}"), ["RAY_ADDRESS 127.0.0.1:", "no Ray cluster answers"]),
+    "a Ray client's server that is not there": (ray_address("ray://127.0.0.1:{}"), ["RAY_ADDRESS ray://127.0.0.1:"]),
+    "no Ray on this machine": (ray_address("auto"), ["RAY_ADDRESS auto: no Ray cluster answers there"]),
+    "an address that is none": (ray_address("head"), ["RAY_ADDRESS head: no Ray cluster answers there"]),
+}
+
+TABLE = {
+    **{f"--{flag} {value}": ({flag: value}, [f"--{flag}", str(value), said]) for flag, value, said in VALUES},
+    **COMMANDS,
+    **FILES,
+}
+
+# What is wrong all the same, and why nobody can know it before Ray starts. The check lets it pass.
+UNKNOWABLE = {
+    "a hub model that does not exist": (
+        dict(actor__model_name_or_path="nobody/nothing"),
+        "the hub alone knows",
+    ),
+    "a hub data set that does not exist": (dict(data__prompt_dataset="nobody/nothing"), "the hub alone knows"),
+    "a reward server that is down": (
+        dict(reward__remote_url="http://127.0.0.1:1/get_reward"),
+        "it may be up when the first response is there",
+    ),
+    "a reward function that fails": (
+        reward("def reward_func(queries, prompts, labels):\n    raise ValueError\n"),
+        "it fails when it is called, with the run's own responses",
+    ),
+    "weights of another shape": (
+        model(edit("config.json", intermediate_size=128)),
+        "what shape a weight must have is known to the model's code alone",
+    ),
+    "a null in the middle of a large file": (
+        prompts(LARGE + '{"input": null, "label": "3"}\n' + LARGE),
+        "large files are read at both ends only",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory) -> Path:
+    directory = pipeline.make_model(tmp_path_factory.mktemp("baseline"))
+    # Without torch, which takes a second and a half to import.
+    (directory / "reward.py").write_text("def reward_func(queries, prompts, labels, **kwargs): ...\n")
+    return directory
+
+
+@pytest.fixture
+def directory(baseline, tmp_path) -> Path:
+    shutil.copytree(baseline, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def argv(directory: Path, changes: dict) -> list[str]:
+    """The baseline's flags with changes; a value of several words becomes several arguments."""
+    changes = {name.replace(".", "__"): value for name, value in changes.items()}
+    argv = []
+    for argument in pipeline.flags(directory, **changes):
+        several = argv and argv[-1] in ("--actor.adam.betas", "--reward.clip_range", "--algo.dynamic_filtering_range")
+        argv += argument.split() if several else [argument]
+    return argv
+
+
+def said_by(arguments_: list[str], depth: int = checks.MACHINE) -> tuple[int | None, list[str], list[str]]:
+    """Exit code (None: it passes), errors and warnings, a line each."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            arguments.parse(arguments_, depth)
+            code = None
+        except SystemExit as exit_:
+            code = exit_.code
+    lines = stderr.getvalue().splitlines()
+    warnings = [line for line in lines if line.startswith("openrlhf-bapo: warning: ")]
+    return code, [line for line in lines if line not in warnings], warnings
+
+
+def test_the_baseline_passes_without_a_word(directory):
+    assert said_by(argv(directory, {})) == (None, [], [])
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_a_wrong_input_is_one_line_with_the_flag_and_its_value(directory, monkeypatch, row):
+    fault, said = TABLE[row]
+    changes = fault(directory, monkeypatch) if callable(fault) else fault
+    code, errors, _ = said_by(argv(directory, changes))
+    assert code == 2 and len(errors) == 1 and errors[0].startswith("openrlhf-bapo: "), errors
+    assert all(part in errors[0] for part in said), errors
+
+
+def test_of_what_can_be_wrong_at_least_95_percent_is_answered():
+    assert len(TABLE) >= 120 and len(TABLE) / (len(TABLE) + len(UNKNOWABLE)) >= 0.95
+
+
+@pytest.mark.parametrize("row", UNKNOWABLE)
+def test_what_nobody_can_know_is_let_pass(directory, monkeypatch, row):
+    fault, _ = UNKNOWABLE[row]
+    changes = fault(directory, monkeypatch) if callable(fault) else fault
+    code, errors, _ = said_by(argv(directory, changes))
+    assert (code, errors) == (None, [])
+
+
+WARNINGS = {
+    "a hub model": (dict(actor__model_name_or_path="nobody/nothing"), "nobody/nothing: is no folder here, so it is"),
+    "a hub data set": (dict(data__prompt_dataset="nobody/nothing"), "nobody/nothing: is no file or folder here, so"),
+    "evaluation steps": (dict(eval__steps=5), "--eval.steps 5 does nothing without --eval.dataset"),
+    "learning rate": (dict(actor__adam__lr=1.0), "--actor.adam.lr 1.0 is a high learning rate"),
+    "nothing to resume": (dict(ckpt__load_enable=True), "has no checkpoint; the run starts anew"),
+    "not resumed": (
+        lambda d, m: checkpoint("global_step2")(d, m) | dict(ckpt__load_enable=None),
+        "has checkpoints; without --ckpt.load_enable the run starts anew",
+    ),
+    "no EOS": (model(tokens_of_a_llama(eos_token=None)), "its tokenizer has no EOS token"),
+    "more tokens than embeddings": (model(edit("config.json", vocab_size=9)), "has 17 tokens, its model 9"),
+    "a reward beside an agent": (
+        lambda d, _: dict(train__agent_func_path=pipeline.REPOSITORY / "tests/scripted_agent.py"),
+        "reward.py does nothing with --train.agent_func_path",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", WARNINGS)
+def test_what_is_probably_a_mistake_is_one_warning(directory, monkeypatch, row):
+    fault, said = WARNINGS[row]
+    changes = fault(directory, monkeypatch) if callable(fault) else fault
+    code, errors, warnings = said_by(argv(directory, changes))
+    assert (code, errors, len(warnings)) == (None, [], 1) and said in warnings[0], warnings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(replay__ratio=0, replay__capacity=7),  # a recipe's replay, switched off
+        dict(replay__ratio=1, replay__max_staleness=1, replay__capacity=16),
+        dict(ds__attn_implementation="kernels-community/vllm-flash-attn3"),
+        dict(reward__remote_url="http://127.0.0.1:5000/get_reward,https://[::1]/get_reward"),
+        dict(rollout__temperature=0.6, eval__dataset="train.jsonl", eval__temperature=0, rollout__top_p=0.5),
+        dict(ckpt__save_steps=-1, eval__steps=-1, actor__adam__lr=0),
+        dict(algo__advantage__estimator="gae", algo__kl__init_coef=0.1),
+        dict(ckpt__path="made/by/the/run"),
+        dict(data__input_template="Q: {} Put it into \\boxed{{}}.", ds__grad_accum_dtype="float32"),
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_what_is_right_passes_without_a_word(directory, monkeypatch, changes):
+    monkeypatch.chdir(directory)
+    assert said_by(argv(directory, changes)) == (None, [], [])
+    assert not (directory / "made").exists()  # nothing is left by looking whether it can be written
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.json", '[\n  {"input": "1+2=", "label": "3"},\n  {"input": "2+2=", "label": "4"}\n]\n'),
+        ("prompts.jsonl", '{\n  "input": "1+2=",\n  "label": "3"\n}\n'),
+        ("prompts.jsonl", f"\n{ROW}\n\n{ROW}\n"),
+        ("prompts.jsonl", LARGE),
+        ("prompts.csv", "input,label\n1+2=,3\n"),
+    ],
+)
+def test_whatever_openrlhf_can_read_passes(directory, name, content):
+    """OpenRLHF's own loading is the judge."""
+    from datasets import load_dataset
+
+    (directory / name).write_text(content)
+    kind = {"jsonl": "json"}.get(name.split(".")[1], name.split(".")[1])
+    rows = load_dataset(kind, data_files=str(directory / name), cache_dir=str(directory / "cache"))["train"]
+    assert rows[0] == {"input": "1+2=", "label": "3"} or kind == "csv"
+    assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
+
+
+def test_a_dry_run_needs_neither_data_nor_model_but_reads_those_that_are_there(directory):
+    missing = {"actor.model_name_or_path": "/later/model", "data.prompt_dataset": "/later/prompts.jsonl"}
+    code, errors, warnings = said_by(argv(directory, missing | {"ckpt.path": "/proc/nowhere"}), checks.FILES)
+    assert (code, errors) == (None, []) and "is not there yet" in warnings[0]
+    (directory / "prompts.jsonl").write_text("oops\n")
+    code, errors, _ = said_by(argv(directory, {"data.prompt_dataset": directory / "prompts.jsonl"}), checks.FILES)
+    assert code == 2 and "prompts.jsonl: line 1 is not JSON" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "flag"),
+    [
+        ({"actor": 8, "engines": 8}, 8, "--actor.num_gpus_per_node"),
+        ({"actor": 2, "engines": 8}, 8, "--vllm.num_engines"),
+        ({"actor": 1, "engines": 1, "reference": 8}, 8, "--ref.num_gpus_per_node"),
+    ],
+)
+def test_more_gpus_than_there_are_is_a_line_with_who_asks_for_them(asked, num_gpus, flag):
+    with pytest.raises(checks.FlagError, match=f"{flag}: the run asks for {sum(asked.values())} GPUs .*the 8 of"):
+        checks.check_gpus(asked, num_gpus)
+    checks.check_gpus(asked, sum(asked.values()))
+
+
+@pytest.mark.parametrize("row", ["no config", "no tokenizer", "neither EOS nor pad", "no weights", "empty weights"])
+def test_an_evaluation_says_the_same_of_its_model(directory, monkeypatch, capsys, row):
+    fault, (*_, said) = FILES[row]
+    fault(directory, monkeypatch)
+    files = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", directory / "out"]
+    with pytest.raises(SystemExit) as exit_:
+        evaluate.main([*map(str, files)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and line.startswith("openrlhf-bapo: --model ") and said in line
+    assert not (directory / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(train__batch_size=20), "--train.batch_size 20: must be a multiple of 8, "),
+        (dict(reward__remote_url="nowhere.py"), "--reward.remote_url nowhere.py: no such file"),
+        (dict(train__partial_rollout_enable=True), "--train.partial_rollout_enable requires --train.async_enable."),
+    ],
+    ids=["a flag", "a file", "OpenRLHF's refusal"],
+)
+def test_the_command_itself_ends_with_that_line_and_code_2(directory, command, changes, said):
+    program = [sys.executable, "-m", "openrlhf_bapo.cli.main", command, *argv(directory, changes)]
+    environment = os.environ | {"RAY_TMPDIR": str(directory)}
+    run = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=directory, env=environment)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(f"openrlhf-bapo: {said}")
+    assert "Traceback" not in run.stderr and not (directory / "ray").exists()
