@@ -20,7 +20,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         name = "PPOTrainer"
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         # The async module imports it from here, when this has already been done.
-        trainer_module.prepare_datasets = _with_replayed_steps(_in_the_seeds_order(trainer_module.prepare_datasets))
+        trainer_module.prepare_datasets = _with_replayed_steps_in_the_seeds_order(trainer_module.prepare_datasets)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
@@ -36,26 +36,17 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
 
 
-def _in_the_seeds_order(prepare_datasets):
+def _with_replayed_steps_in_the_seeds_order(prepare_datasets):
     @functools.wraps(prepare_datasets)
-    def in_the_seeds_order(strategy, tokenizer):
-        prompts, *rest = prepare_datasets(strategy, tokenizer)
+    def prepare(strategy, tokenizer):
+        prompts, *rest, max_steps = prepare_datasets(strategy, tokenizer)
         # OpenRLHF gives the loader no generator, so that it makes one with a seed from the clock. A resumed run gets
         # the state of its checkpoint's in place of this.
         prompts.sampler.generator.manual_seed(strategy.args.train.seed)
-        return prompts, *rest
-
-    return in_the_seeds_order
-
-
-def _with_replayed_steps(prepare_datasets):
-    @functools.wraps(prepare_datasets)
-    def with_replayed_steps(strategy, tokenizer):
-        *loaders, max_steps = prepare_datasets(strategy, tokenizer)
         # The learning-rate schedule's length, which OpenRLHF reckons from the fresh samples.
-        return *loaders, int(max_steps * (1 + strategy.args.replay.ratio))
+        return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
 
-    return with_replayed_steps
+    return prepare
 
 
 def _after(trainer: type, name: str, action) -> None:
