@@ -4,6 +4,7 @@ Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actor
 without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -279,10 +280,12 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A TCP port that nobody listens on, and that no connection is given by itself meanwhile: none of Linux's own."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports is free")
 
 
 def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
