@@ -4,7 +4,6 @@ Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actor
 without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
 """
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -20,7 +19,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -282,7 +281,7 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
 def free_port() -> int:
     """A TCP port that nobody listens on, and that no connection is given by itself meanwhile: none of Linux's own."""
     for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as sock:
+        with suppress(OSError), socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
             return port
     raise OSError("none of 100 ports is free")
