@@ -54,6 +54,14 @@ def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
     return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
 
 
+def num_finished(batch: dict[str, torch.Tensor]) -> int:
+    """How many responses were ended where they were; the others end of themselves or at 64 tokens."""
+    mask = batch["action_mask"] > 0
+    last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
+    assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
+    return int((batch["truncated"] > 0)[mask.sum(-1) < 64].sum())
+
+
 def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
     """The engine's log-probs are of the weights that generated the token, and of no neighbouring ones.
 
@@ -153,8 +161,7 @@ def _generate_greedily(directory: Path) -> None:
 @pytest.mark.pipeline
 def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
     recorder = recordings.environment(directory / "recording")
-    flags = dict(partial__oversample=3, partial__token_budget=8, partial__max_staleness=2, partial__on_stale="finish")
-    flags = partial_flags(directory, **flags)
+    flags = partial_flags(directory, partial__oversample=3, partial__token_budget=8)
     steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")
@@ -167,12 +174,8 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     assert totals["partial/dropped"] == steps[-1]["partial/in_flight"] == steps[-1]["partial/waiting"] == 0
     assert max(step["partial/in_flight"] for step in steps) > 0 < totals["partial/resumed"]
     assert all(0 <= step["partial/slowest_share"] < 1 for step in steps)
-    # A response ends of itself, or is finished where it is before it is too old, as truncated, and counted.
-    mask = batch["action_mask"] > 0
-    last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
-    assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
-    assert totals["partial/finished"] == (batch["truncated"] > 0)[mask.sum(-1) < 64].sum() > 0
-    assert max(step["offpolicy/staleness_max"] for step in steps) == 2
+    assert num_finished(batch) == totals["partial/finished"] == 0
+    assert max(step["offpolicy/staleness_max"] for step in steps) >= 2
 
     policies = recordings.Policies(directory / "model", directory / "recording")
     assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=False)
@@ -183,10 +186,12 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
 
 
 ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
+# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished.
+FINISH = dict(partial__max_staleness=1, partial__on_stale="finish")
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("mode", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("mode", [FINISH, ASYNC], ids=["sync", "async"])
 def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and_trains_on_every_prompt_once(
     directory, mode
 ):
@@ -211,8 +216,13 @@ def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and
     counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
     assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
     policies = recordings.Policies(directory / "model", *folders)
-    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=bool(mode))
+    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=mode is ASYNC)
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
+    assert num_finished(after) == sum(step["partial/finished"] for step in steps)
+    # In the last rollout there is nothing that could end it early, so that the responses end of themselves.
+    assert (num_finished(before) + num_finished(after) > 0) == (mode is FINISH)
+    if mode is FINISH:
+        assert max(step["offpolicy/staleness_max"] for step in steps) == 1
     # What was begun before the kill was finished after it.
     assert (after["versions"].masked_fill(after["action_mask"] == 0, 99) < version).any()
     assert max(num_versions(after)) >= 2

@@ -48,8 +48,9 @@ def read_cells(file: Path, pattern: str) -> dict[str, dict]:
         if unknown := set(block["method"]) - set(study["methods"]):
             raise ValueError(f"{file}: method {', '.join(sorted(unknown))} is not among {', '.join(study['methods'])}")
         for seed, *rest in itertools.product(block["seed"], *(block[axis] for axis in AXES[:-1])):
-            cell = dict(zip(AXES, (*rest, seed), strict=True))
-            name = "{task}-lag{lag}-updates{updates}-lr{lr:g}-{method}-seed{seed}".format(**cell)
+            cell = dict(zip(AXES, (*rest, seed), strict=True)) | {"then": block.get("then", "")}
+            change = f"-then{cell['then']}" if cell["then"] else ""
+            name = "{task}-lag{lag}-updates{updates}-lr{lr:g}{}-{method}-seed{seed}".format(change, **cell)
             if fnmatch(name, pattern):
                 cells[name] = cell | {"flags": study["methods"][cell["method"]]}
     return cells
@@ -57,7 +58,8 @@ def read_cells(file: Path, pattern: str) -> dict[str, dict]:
 
 def command(cell: dict, out: Path) -> list[str]:
     """The command that runs one cell."""
-    flags = {axis: cell[axis] for axis in AXES if axis != "method"} | cell["flags"] | {"out": out}
+    flags = {name: value for name, value in cell.items() if name not in ("method", "flags") and value != ""}
+    flags |= cell["flags"] | {"out": out}
     words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
     return [sys.executable, str(HERE / "walk.py"), *itertools.chain(*words)]
 
@@ -135,6 +137,7 @@ def tables(cells: dict[str, dict], results: Path, details: bool) -> list[str]:
     for name, cell in cells.items():
         if (results / f"{name}.csv").exists():
             setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
+            setting += f", then {cell['then']}" if cell["then"] else ""
             found[setting][cell["lr"]][cell["method"]].append(summary(results / f"{name}.csv"))
     lines = []
     for setting, unsorted in found.items():

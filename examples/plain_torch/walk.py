@@ -1,8 +1,8 @@
 """BAPO without a framework: a tiny transformer learns to walk on a grid from stale samples, on one core.
 
-A prompt is a start and a goal, a response is a list of moves and the end; it is right if it ends on the goal and never
-leaves the grid. Wrong walks are longer than right ones, so that positive tokens carry less than half of the objective:
-the imbalance that BAPO is about. Read `train_on` first: it is all that BAPO changes.
+A prompt is a start and a goal, a response moves and the end; it is right if it ends on the goal and never leaves the
+grid. Wrong walks are longer than right ones, so that positive tokens carry less than half of the objective: the
+imbalance that BAPO is about. Read `train_on` first: it is all that BAPO changes.
 """
 
 import argparse
@@ -16,15 +16,21 @@ import torch
 from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from openrlhf_bapo.core.clip_bounds import PRESETS, ClipConfig, solve_clip_bounds, tally_contributions
+from openrlhf_bapo.core.clip_bounds import (
+    PRESETS,
+    ClipConfig,
+    measure_clip_bounds,
+    solve_clip_bounds,
+    tally_at_bounds,
+    tally_contributions,
+)
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) that a response's token goes
 END, NUM_ACTIONS, PROMPT_TOKENS = 4, 5, 4  # a prompt: the start's row and column, the goal's row and column
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
 
-# Rows of the grid, tokens of the longest response, random share of the demonstrations' moves, steps of 256 of them.
-Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")
+Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")  # random moves: a share of demonstrations'
 TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 140)}
 
 
@@ -49,6 +55,7 @@ class Run:
     prompts: int = 32  # per rollout
     samples: int = 16  # per prompt
     starts: str = "runs/plain_torch"  # keeps the fine-tuned start of each task and seed
+    then: str = ""  # ROLLOUT:FLAG=NUMBER: what changes in mid-run, such as 30:lr=2e-4
     out: str = ""  # CSV with a row a rollout, written when the run is complete
 
 
@@ -102,15 +109,12 @@ class Policy(torch.nn.Module):
         torch.nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, caches: list | None = None, start: int = 0) -> torch.Tensor:
-        """Log-probs of what follows each token, [rows, num, 5]; the tokens, [rows, num], stand at `start` and after.
-
-        A layer's cache, [2, rows, heads, positions, width / heads], holds the keys and values of all before `start`.
-        """
+        """Log-probs of what follows each token, [rows, num, 5]; the tokens, [rows, num], stand at `start` and after."""
         (rows, num), end = tokens.shape, start + tokens.shape[1]
         x = self.tokens(tokens) + self.positions.weight[start:end]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             q, k, v = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            if cache is not None:
+            if cache is not None:  # [2, rows, heads, positions, width / heads]: keys and values of all tokens so far
                 cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
                 k, v = cache[:, :, :, :end]
             mixed = scaled_dot_product_attention(q, k, v, is_causal=num > 1)
@@ -131,10 +135,7 @@ class Policy(torch.nn.Module):
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, greedy: bool = False):
-    """Some responses to each prompt, with a cache of keys and values that finished rows leave by and by.
-
-    Returns prompts [rows, 4], responses and their log-probs and entropy, [rows, max_tokens], and rewards, [rows].
-    """
+    """Responses to prompts [rows, 4], with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
     caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
@@ -153,8 +154,8 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, 
             alive, token, caches, done = alive[~done], token[~done], [c[:, ~done] for c in caches], done[~done]
         log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
     responses = torch.where(token_mask(responses), responses, END)
-    rewards, found = reward(prompts, responses, task), {"prompts": prompts, "responses": responses}
-    return SimpleNamespace(**found, log_probs=behaviour, entropy=entropy, rewards=rewards)
+    found = {"prompts": prompts, "responses": responses, "rewards": reward(prompts, responses, task)}
+    return SimpleNamespace(**found, log_probs=behaviour, entropy=entropy)
 
 
 def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
@@ -212,13 +213,11 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig,
         gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
     norm = optimize(policy, optimizer, -gain.mean())
 
-    r, positive, negative = ratio.detach(), advantages > 0, advantages < 0
-    carried, inside = r * advantages.abs(), torch.where(positive, r <= upper, r >= lower)  # as "gradient" counts
+    r, size = ratio.detach(), advantages.abs()
+    used = measure_clip_bounds(tally_at_bounds(r, advantages, torch.ones_like(r), lower, upper), lower, upper, config)
     metrics = {"lower": lower, "upper": upper, "found_lower": found.lower, "found_upper": found.upper}
-    metrics["share_unclipped"] = carried[positive].sum() / carried.sum()
-    metrics["share"] = carried[positive & inside].sum() / carried[inside].sum()
-    metrics["clip_positive"] = (positive & ~inside).sum() / positive.sum().clamp(min=1)
-    metrics["clip_negative"] = (negative & ~inside).sum() / negative.sum().clamp(min=1)
+    metrics |= {"share_unclipped": (r * size)[advantages > 0].sum() / (r * size).sum(), "share": used.gradient_share}
+    metrics |= {"clip_positive": used.clip_frac_positive, "clip_negative": used.clip_frac_negative}
     return metrics | {"ess": r.sum() ** 2 / (len(r) * (r * r).sum()), "ratio_max": r.max(), "grad_norm": norm}
 
 
@@ -229,7 +228,12 @@ def train(run: Run) -> list[dict[str, float]]:
     steady = SteadyBounds(config, SmoothingConfig(run.half_life, run.smoothing_of)) if run.half_life else None
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     torch.manual_seed(run.seed)
+    changed_at, _, change = run.then.partition(":")
     for number in range(run.rollouts):
+        if str(number) == changed_at:
+            name, _, value = change.partition("=")
+            run = replace(run, **{name: type(getattr(run, name))(value)})
+            optimizer.param_groups[0]["lr"] = run.lr
         chosen = prompts[torch.randint(len(prompts), (run.prompts,))]
         rollout = sample(policy, chosen, task, run.samples)
         groups, mask = rollout.rewards.view(-1, run.samples), token_mask(rollout.responses)
@@ -240,7 +244,7 @@ def train(run: Run) -> list[dict[str, float]]:
         row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
         row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
         row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
-        if len(queue) > run.lag:  # a run's last `lag` rollouts are not trained on
+        while len(queue) > run.lag:  # a run's last `lag` rollouts are not trained on
             stale = queue.popleft()
             parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
             updates = [train_on(policy, optimizer, stale, part, config, steady, run) for part in parts]
