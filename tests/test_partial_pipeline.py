@@ -54,12 +54,12 @@ def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
     return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
 
 
-def num_finished(batch: dict[str, torch.Tensor]) -> int:
-    """How many responses were ended where they were; the others end of themselves or at 64 tokens."""
+def num_finished(batch: dict[str, torch.Tensor], max_tokens: int = 64) -> int:
+    """How many responses were ended where they were; the others end of themselves or at `max_tokens`."""
     mask = batch["action_mask"] > 0
     last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
     assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
-    return int((batch["truncated"] > 0)[mask.sum(-1) < 64].sum())
+    return int((batch["truncated"] > 0)[mask.sum(-1) < max_tokens].sum())
 
 
 def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
@@ -186,8 +186,10 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
 
 
 ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
-# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished.
-FINISH = dict(partial__max_staleness=1, partial__on_stale="finish")
+# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished;
+# with responses so much longer than the budget some are not complete when 16 of the 32 are.
+LONG = dict(data__max_len=120, rollout__max_new_tokens=112, partial__token_budget=8)
+FINISH = dict(partial__max_staleness=1, partial__on_stale="finish", **LONG)
 
 
 @pytest.mark.pipeline
@@ -218,9 +220,10 @@ def test_a_run_killed_at_a_random_step_goes_on_with_its_unfinished_responses_and
     policies = recordings.Policies(directory / "model", *folders)
     assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=mode is ASYNC)
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
-    assert num_finished(after) == sum(step["partial/finished"] for step in steps)
+    finished = [num_finished(batch, 112 if mode is FINISH else 64) for batch in (before, after)]
+    assert finished[1] == sum(step["partial/finished"] for step in steps)
     # In the last rollout there is nothing that could end it early, so that the responses end of themselves.
-    assert (num_finished(before) + num_finished(after) > 0) == (mode is FINISH)
+    assert (sum(finished) > 0) == (mode is FINISH)
     if mode is FINISH:
         assert max(step["offpolicy/staleness_max"] for step in steps) == 1
     # What was begun before the kill was finished after it.

@@ -143,7 +143,11 @@ class BapoPolicyLoss(PolicyLoss):
                 bounds = self.steady
                 self._tally_trained(log_probs, old_log_probs, advantages, mask)
         # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
-        self.clip_eps_low, self.clip_eps_high = 1 - bounds.lower, bounds.upper - 1
+        low, high = 1 - bounds.lower, bounds.upper - 1
+        if log_probs.device.type == "cpu":
+            # A clamp by numbers takes half as long as one by tensors; on a GPU reading them would wait for it.
+            low, high = low.item(), high.item()
+        self.clip_eps_low, self.clip_eps_high = low, high
         return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)
 
     def _search(self, tally: ContributionTally) -> ClipBounds:
