@@ -13,6 +13,9 @@ _PANELS = [
     ("held-out accuracy", {}),  # tags depend on the data: every eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
     ("gradient norm", {"train/actor_grad_norm": None}),
+    ("reward", {"train/reward": None}),  # these three as TRL names them
+    ("entropy (nats per token)", {"train/entropy": None}),
+    ("norm of the gradient", {"train/grad_norm": None}),
     ("clip bounds (importance ratio)", {"train/bapo/clip_high": "upper", "train/bapo/clip_low": "lower"}),
     (
         "positive share of the objective",

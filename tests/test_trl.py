@@ -1,0 +1,232 @@
+"""BAPO in TRL: real training of a tiny model on the CPU, against the search on all tokens of each optimizer step."""
+
+import inspect
+import os
+from dataclasses import replace
+from functools import partial
+
+import pipeline
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.core.clip_bounds import tally_contributions
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.trl import BapoGRPOTrainer
+
+# A grid that the tiny model's updates reach into.
+SEARCH = replace(
+    ClipConfig.preset("readme"),
+    contribution="gradient",
+    ratio_lower_start=0.9,
+    ratio_lower_max=0.99,
+    ratio_lower_step=0.01,
+    ratio_upper_start=1.01,
+    ratio_upper_max=1.2,
+    ratio_upper_step=0.01,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("trl"))
+
+
+def num_odd(completions: list[str], **_) -> list[float]:
+    return [sum(c in "13579" for c in text) / 4 for text in completions]
+
+
+def arguments(directory, **overrides) -> dict:
+    """Of a trainer whose updates move ratios: two iterations over each generation, optimizer steps of 16 samples."""
+    values = dict(
+        output_dir=str(directory / "out"),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        steps_per_generation=8,
+        num_generations=4,
+        num_iterations=2,
+        max_completion_length=12,
+        max_steps=6,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        seed=1,
+    )
+    prompts = [f"{a}+{b}=" for a in range(10) for b in range(10)]
+    return dict(
+        model=AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
+        reward_funcs=num_odd,
+        args=GRPOConfig(**values | overrides),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+    )
+
+
+class Recording(BapoGRPOTrainer):
+    """Keeps each optimizer step's micro-batches, its weights, the bounds of each loss, and the number of forwards."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.windows, self.weights, self.bounds, self.num_forwards = [], [], [], 0
+        super().__init__(*args, **kwargs)
+
+    def _compute_loss(self, model, inputs):
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self.windows.append([])
+            self.weights.append({name: value.clone() for name, value in self.model.state_dict().items()})
+        self.windows[-1].append(inputs)
+        loss = super()._compute_loss(model, inputs)
+        self.bounds.append((1 - self.epsilon_low, 1 + self.epsilon_high))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        self.num_forwards += self._buffered_inputs is not None
+        return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+
+def trained(directory, smoothing=None, search=SEARCH, **overrides) -> Recording:
+    trainer = Recording(**arguments(directory, **overrides), bapo=search, smoothing=smoothing)
+    trainer.train()
+    return trainer
+
+
+def joined(directory, trainer: Recording, number: int, loss_type: str = "dapo") -> tuple[torch.Tensor, ...]:
+    """Ratio, advantages and weights of all tokens of an optimizer step, [tokens], by a model of transformers' own."""
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    model.load_state_dict(trainer.weights[number])
+    found = []
+    for inputs in trainer.windows[number]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(ids, attention_mask=attention, position_ids=positions).logits[:, :-1]
+        new = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[:, -inputs["completion_ids"].shape[1] :, 0]
+        old = inputs.get("old_per_token_logps")
+        mask = inputs["completion_mask"].double()
+        per_response = mask / mask.sum(1, keepdim=True)
+        weight = {"grpo": per_response, "bnpo": mask / mask.sum()}.get(loss_type, mask)
+        ratio = torch.ones_like(new) if old is None else (new - old).exp()
+        found.append([x[mask > 0] for x in (ratio, inputs["advantages"][:, None].expand_as(ratio), weight)])
+    return tuple(torch.cat(columns) for columns in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("accumulation", "loss_type"), [(4, "dapo"), (1, "dapo"), (4, "grpo"), (4, "bnpo")])
+def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(directory, accumulation, loss_type):
+    batch = 16 // accumulation
+    trainer = trained(
+        directory,
+        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=batch,
+        steps_per_generation=2 * accumulation,
+        loss_type=loss_type,
+    )
+    assert len(trainer.windows) == 6 and {len(window) for window in trainer.windows} == {accumulation}
+    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+    found = set()
+    for number in range(6):
+        tokens = joined(directory, trainer, number, loss_type)
+        expected = find_clip_bounds(*tokens, SEARCH)
+        bounds = expected.lower.item(), expected.upper.item()
+        used = trainer.bounds[number * accumulation : (number + 1) * accumulation]
+        assert used == [pytest.approx(bounds, abs=1e-9)] * accumulation
+        assert (logged[number]["bapo/clip_low"], logged[number]["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
+        for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
+            assert logged[number][f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
+        found.add(bounds)
+    assert len(found) > 2  # the search had choices to make
+    assert max(entry["clip_ratio/region_mean"] for entry in logged) > 0  # and TRL clipped by them
+
+
+def test_a_range_of_one_point_is_trls_own_loss_to_the_last_bit(directory):
+    fixed = replace(SEARCH, ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
+    found = []
+    for make in (GRPOTrainer, partial(BapoGRPOTrainer, bapo=fixed)):
+        trainer = make(**arguments(directory))  # seeds what sampling draws from
+        trainer.train()
+        found.append(trainer.model.state_dict())
+    theirs, ours = found
+    start = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert any(not torch.equal(theirs[name], start[name]) for name in theirs)
+
+
+def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory):
+    smoothing = SmoothingConfig(half_life=2.0)
+    trainer = trained(directory, smoothing)
+    steady = SteadyBounds(SEARCH, smoothing)
+    for number in range(6):
+        bounds = steady.lower.item(), steady.upper.item()
+        assert trainer.bounds[4 * number : 4 * number + 4] == [pytest.approx(bounds, abs=1e-6)] * 4
+        steady.update(tally_contributions(*joined(directory, trainer, number), SEARCH))
+    # One forward a micro-batch; the one of each generation for its log-probs came before there was a buffer, but once.
+    assert trainer.num_forwards == 6 * 4 + 1
+
+
+def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our_own(directory):
+    trainer = trained(directory, num_iterations=1, steps_per_generation=4, max_steps=2)
+    assert all("old_per_token_logps" not in inputs for window in trainer.windows for inputs in window)
+    assert trainer.num_forwards == 2 * 4
+    expected = find_clip_bounds(*joined(directory, trainer, 0), SEARCH)
+    assert trainer.bounds[0] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
+
+
+def test_a_window_that_crosses_a_generation_is_searched_as_far_as_it_is_there_and_said(directory):
+    with pytest.warns(UserWarning, match="gradient_accumulation_steps 4 reaches beyond a generation"):
+        trained(directory, steps_per_generation=3, per_device_train_batch_size=4, num_iterations=2, max_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (dict(loss_type="cispo", epsilon_high=5.0), "loss_type 'cispo' is not allowed"),
+        (dict(loss_type="sapo"), "loss_type 'sapo' is not allowed"),
+        (dict(importance_sampling_level="sequence"), "importance_sampling_level 'sequence' is not allowed"),
+        (dict(delta=2.0), "delta 2.0 is not allowed"),
+    ],
+)
+def test_a_loss_without_a_token_ratio_or_with_its_own_clip_is_refused(directory, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
+
+
+def train_rank(rank: int, directory, port: int, results) -> None:
+    os.environ |= dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    trainer = trained(directory, max_steps=4)
+    assert trainer.accelerator.num_processes == 2
+    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)]
+
+
+def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory):
+    results = torch.multiprocessing.Manager().dict()
+    torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
+    (bounds, first), (others_bounds, second) = results[0], results[1]
+    assert bounds == others_bounds and len(set(bounds)) > 1
+    for number, parts in enumerate(zip(first, second, strict=True)):
+        expected = find_clip_bounds(*(torch.cat(both) for both in zip(*parts, strict=True)), SEARCH)
+        assert bounds[4 * number] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
+        alone = find_clip_bounds(*parts[0], SEARCH)
+        assert number == 0 or alone.initial_share != expected.initial_share
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("_compute_loss", "torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)"),
+        ("_compute_loss", "self._get_per_token_logps_and_entropies("),
+        ("_compute_loss", 'mask = completion_mask if "tool_mask" not in inputs'),
+        ("_compute_loss", 'inputs.get("old_per_token_logps")'),
+        ("_prepare_inputs", "self._buffered_inputs[self._step % self.args.steps_per_generation]"),
+        ("_prepare_inputs", "self.args.steps_per_generation * self.num_iterations"),
+        ("training_step", "self._step % self.current_gradient_accumulation_steps == 0"),
+    ],
+)
+def test_trl_reads_the_clip_bounds_and_keeps_its_micro_batches_where_the_adapter_expects_them(where, text):
+    assert text in inspect.getsource(getattr(GRPOTrainer, where))
