@@ -203,28 +203,28 @@ def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothin
 
     off, on = train(0), train(2)
     assert not (tmp_path / "0").exists()
-    assert [file.name for file in (tmp_path / "2").rglob("*")] == ["tokens", "step_000002.parquet"]
+    assert [file.name for file in (tmp_path / "2").rglob("*")] == ["tokens", "step_000002_rank0.parquet"]
     assert set(dumped(tmp_path)["global_step"]) == {2}
-    assert on["statuses"] == off["statuses"]
+    assert on["statuses"] == off["statuses"] and on["num_hooks"] == off["num_hooks"]
     assert all(torch.equal(on["weights"][name], weight) for name, weight in off["weights"].items())
 
 
 def test_without_tensorboard_the_tokens_lie_beside_the_checkpoints(directory, tmp_path):
     paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
     one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
-    assert (tmp_path / "ckpt/tokens/step_000001.parquet").is_file()
+    assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
 
 
 def test_steps_that_train_the_critic_alone_are_counted(directory, tmp_path):
     dump(directory, tmp_path, critic__freezing_steps=4)  # of steps 0 to 4
-    assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006.parquet"]
+    assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
 
 
 def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
     (tmp_path / "reward.py").touch()
     given = dict(policy_loss="ppo", offpolicy__ratio_base="auto")
-    args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (0, 5)]
-    assert [(a.bapo.dump_tokens, a.actor.entropy_coef) for a in args] == [(0, None), (5, 0.0)]
+    args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (None, 0, 5)]
+    assert [(a.bapo.dump_tokens, a.actor.entropy_coef) for a in args] == [(None, None), (0, None), (5, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,10 @@ def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -
         "clip_low": lower,
         "clip_high": upper,
         "staleness": rng.integers(0, 4, num_tokens).astype(np.int32),
+        "optimizer_steps": rng.integers(0, 20, num_tokens).astype(np.int32),
     }
     (folder / "tokens").mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.table(columns), folder / f"tokens/step_{step:06d}.parquet")
+    parquet.write_table(pyarrow.table(columns), folder / f"tokens/step_{step:06d}_rank0.parquet")
     return columns
 
 
@@ -353,7 +354,7 @@ def test_the_picture_holds_every_token_that_has_an_advantage_the_bounds_and_the_
     num_left_out = int(((columns["advantage"] == 0) | np.isnan(columns["entropy"])).sum())
     caption = figures[0].get_supxlabel()
     assert f"400 sampled tokens of global step 5; {num_left_out} without an advantage" in caption
-    assert "up to 3 versions" in caption and "are ours" in caption
+    assert "up to\n3 versions, 19 optimizer steps" in caption and "are ours" in caption
 
     # In grey: by marker and line, by hatch.
     assert len({(curve.get_marker(), curve.get_linestyle()) for curve in curves}) == 2
@@ -399,14 +400,14 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
         return line
 
     empty = tmp_path / "nowhere"
-    assert f"RUN {empty}: has no tokens/step_*.parquet; train with --bapo.dump_tokens N" in refused(empty)
+    assert f"RUN {empty}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N" in refused(empty)
     allowed = f"one of {tmp_path / 'a'}, {tmp_path / 'b/tensorboard'}"
     assert f"RUN {tmp_path}: has the tokens of 2 runs; allowed: {allowed}" in refused(tmp_path)
     assert "--step 7: allowed: one of 5" in refused(tmp_path / "a", "--step", 7)
     assert "--step: invalid int value: 'last'" in refused(tmp_path / "a", "--step", "last")
     for flag in ("-o", "--csv"):
         assert "nowhere/file: cannot be written (No such file" in refused(tmp_path / "a", flag, empty / "file")
-    file = tmp_path / "a/tokens/step_000005.parquet"
+    file = tmp_path / "a/tokens/step_000005_rank0.parquet"
     parquet.write_table(parquet.read_table(file).drop_columns(["entropy", "ratio"]), file)
     assert f"{file}: has no column ratio, entropy;" in refused(tmp_path / "a")
     file.write_bytes(b"no parquet")

@@ -123,7 +123,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bapo.dump_tokens",
         type=int,
-        default=0,
+        default=None,
         help="every so many global steps, write a sample of the tokens trained on, for `openrlhf-bapo tokens` (0: off)",
     )
     group = parser.add_argument_group("off-policy data")
@@ -210,7 +210,7 @@ def resolve_flags(args: Namespace) -> None:
     """
     values = vars(args)
     bapo = {name.removeprefix("bapo."): value for name, value in values.items() if name.startswith("bapo.")}
-    dump_tokens = bapo.pop("dump_tokens")
+    dump_tokens = bapo.pop("dump_tokens") or 0
     given = {name: value for name, value in bapo.items() if value is not None}
     upstream_loss = values.get("actor.policy_loss_type", "ppo")
     policy_loss = args.policy_loss or upstream_loss

@@ -109,7 +109,8 @@ class TokenDump:
             hook.remove()
         if not self._sample.columns:
             return
-        file = tokens_directory(self._trainer.args) / f"step_{self._trainer.global_step:06d}.parquet"
+        name = f"step_{self._trainer.global_step:06d}_rank{torch.distributed.get_rank()}.parquet"
+        file = tokens_directory(self._trainer.args) / name
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")  # who draws meanwhile finds whole files alone
         columns = {name: column.numpy() for name, column in self._sample.columns.items()}

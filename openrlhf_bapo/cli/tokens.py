@@ -19,7 +19,9 @@ SIGNS = {"positive": 1, "negative": -1}
 FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the run clips", "clipped by both")
 
 # Which are read.
-_COLUMNS = "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness".split()
+_COLUMNS = (
+    "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness optimizer_steps"
+).split()
 _MEANS = ("entropy", "probability")
 
 
@@ -40,9 +42,9 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     import pyarrow
     from pyarrow import parquet
 
-    files = {file: int(file.stem.removeprefix("step_")) for file in sorted(run.rglob("tokens/step_*.parquet"))}
+    files = {file: int(file.stem.split("_")[1]) for file in sorted(run.rglob("tokens/step_*_rank*.parquet"))}
     if not files:
-        raise TokensError(f"RUN {run}: has no tokens/step_*.parquet; train with --bapo.dump_tokens N")
+        raise TokensError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
         raise TokensError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
     if step is not None and step not in files.values():
@@ -126,41 +128,44 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
     signs = by_sign(tokens)
     rows = measure(signs)
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
     for axis, (sign, of_sign) in zip(axes[0], signs.items(), strict=True):
-        _draw_density(axis, sign, of_sign)
+        _draw_density(axis, sign, of_sign, max(least, 1e-6))
     _draw_entropy(axes[1][0], [row for row in rows if row["by"] == "ratio"])
     _draw_fates(axes[1][1], [row for row in rows if row["by"] == "fate"])
     figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
-    figure.savefig(output, dpi=100, format="png")
+    figure.savefig(output, dpi=90, format="png")
     pyplot.close(figure)
 
 
-def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray]) -> None:
+def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) -> None:
     """Probability against importance ratio, with the bound that clips this sign."""
-    low, high, least = 1 / 8, 8, 1e-4  # what lies outside is drawn at the edge
-    num_tokens = len(tokens["ratio"])
-    if num_tokens:
-        ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)
+    from matplotlib.colors import ListedColormap
+
+    low, high = 1 / 8, 8
+    ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)  # the rest: at the edge
+    if num_tokens := len(ratio):
         extent = [np.log10(edge) for edge in (low, high, least, 1)]
-        scales = {"xscale": "log", "yscale": "log", "bins": "log", "extent": extent}
-        density = axis.hexbin(ratio, probability, gridsize=44, mincnt=1, cmap="Greys", vmin=0.3, **scales)
+        greys = ListedColormap([str(shade) for shade in np.linspace(0.9, 0, 256)])  # one token is no white
+        density = axis.hexbin(
+            ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=greys
+        )
         axis.figure.colorbar(density, ax=axis, label="tokens")
         bound = tokens["clip_high" if sign == "positive" else "clip_low"]
         lowest, median, highest = bound.min(), np.median(bound), bound.max()
         label = f"the run's bound, {median:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if lowest < highest else "")
         axis.axvline(median, color="tab:red", linewidth=2, label=label)
         axis.axvspan(lowest, highest, color="tab:red", alpha=0.15, linewidth=0)
-    fixed = FIXED[1] if sign == "positive" else FIXED[0]
+    fixed, side = (FIXED[1], "right") if sign == "positive" else (FIXED[0], "left")
     axis.axvline(fixed, color="black", linestyle="--", linewidth=1.2, label=f"fixed {fixed:g}")
-    side = "right" if sign == "positive" else "left"
     axis.set(
-        title=f"{sign} advantage: {num_tokens:,} tokens, clipped {side} of the bound",
-        xlabel="importance ratio",
+        title=f"{num_tokens:,} tokens with a {sign} advantage",
+        xlabel=f"importance ratio (clipped {side} of the bound)",
         ylabel="probability under the current policy",
     )
     axis.set_xticks([0.125, 0.25, 0.5, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
     axis.minorticks_off()
-    axis.legend(fontsize="small", loc="lower left" if sign == "positive" else "lower right")
+    axis.legend(fontsize="small", loc="lower left")
 
 
 def _draw_entropy(axis, rows: list[dict]) -> None:
@@ -173,8 +178,8 @@ def _draw_entropy(axis, rows: list[dict]) -> None:
         axis.errorbar(places, means, errors, fmt=style, capsize=2, linewidth=1.2, label=f"{sign} advantage", **fill)
     for bound in FIXED:
         axis.axvline(RATIO_EDGES.index(bound) - 0.5, color="black", linestyle=":", linewidth=1)
-    axis.set_xticks(range(len(labels)), [label.replace("-inf", " and above") for label in labels], rotation=60)
-    axis.tick_params(axis="x", labelsize="small")
+    axis.set_xticks(range(len(labels)), [label.replace("-inf", " and above") for label in labels])
+    axis.tick_params(axis="x", labelsize="small", labelrotation=60)
     axis.set(
         title="entropy of the policy where the token was chosen",
         xlabel=f"importance ratio (dotted: {FIXED[0]:g} and {FIXED[1]:g})",
@@ -196,7 +201,7 @@ def _draw_fates(axis, rows: list[dict]) -> None:
         texts = [f"{row['num_tokens']:,}" + f"\nH {row['entropy']:.2f}" * (row["num_tokens"] > 0) for row in of_fate]
         axis.bar_label(bars, texts, fontsize="small", padding=2)
     kept = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, FATES[0])]
-    texts = [f"{row['sign']} advantage\n(kept by both: {row['fraction']:.1%}, H {row['entropy']:.2f})" for row in kept]
+    texts = [f"{row['sign']} advantage\nkept by both: {row['fraction']:.1%}\nH {row['entropy']:.2f}" for row in kept]
     axis.set_xticks(range(len(names)), texts)
     axis.margins(y=0.25)
     axis.set(title=f"against a fixed [{FIXED[0]:g}, {FIXED[1]:g}]", ylabel="% of the tokens of that sign")
@@ -207,12 +212,13 @@ def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarra
     steps = np.unique(tokens["global_step"])
     span = f"global step {steps[0]}" if len(steps) == 1 else f"{len(steps)} global steps, {steps[0]} to {steps[-1]}"
     num_tokens, drawn = len(tokens["ratio"]), sum(len(of_sign["ratio"]) for of_sign in signs.values())
-    oldest = tokens["staleness"].max()
+    versions, optimizer_steps = (tokens[name].max() for name in ("staleness", "optimizer_steps"))
     return (
         f"{num_tokens:,} sampled tokens of {span}; {num_tokens - drawn:,} without an advantage, or without a finite "
-        f"ratio and entropy, are left out.\nStaleness: up to {oldest} versions. Band: the range of the updates' bounds,"
-        " of which each token is judged by its own. H: mean entropy.\nAfter the paper's Figures 5 and 10 (arXiv "
-        "2510.18927), from this run's tokens; bins, errors and the comparison are ours."
+        f"ratio and entropy, are left out. Staleness: up to\n{versions} versions, {optimizer_steps} optimizer steps. "
+        "Band: the range of the updates' bounds, of which each token is judged by its own. H: mean entropy in nats. A "
+        "point\nwithout an error is one token. After the paper's Figures 5 and 10 (arXiv 2510.18927), from this run's "
+        "tokens; bins, errors and the comparison are ours."
     )
 
 
