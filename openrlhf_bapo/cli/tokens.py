@@ -146,7 +146,7 @@ def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) 
     ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)  # the rest: at the edge
     if num_tokens := len(ratio):
         extent = [np.log10(edge) for edge in (low, high, least, 1)]
-        greys = ListedColormap([str(shade) for shade in np.linspace(0.9, 0, 256)])  # one token is no white
+        greys = ListedColormap([str(shade) for shade in np.linspace(0.75, 0, 256)])  # darker than the band
         density = axis.hexbin(
             ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=greys
         )
@@ -155,7 +155,7 @@ def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) 
         lowest, median, highest = bound.min(), np.median(bound), bound.max()
         label = f"the run's bound, {median:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if lowest < highest else "")
         axis.axvline(median, color="tab:red", linewidth=2, label=label)
-        axis.axvspan(lowest, highest, color="tab:red", alpha=0.15, linewidth=0)
+        axis.axvspan(lowest, highest, color="tab:red", alpha=0.15, linewidth=0, zorder=0)
     fixed, side = (FIXED[1], "right") if sign == "positive" else (FIXED[0], "left")
     axis.axvline(fixed, color="black", linestyle="--", linewidth=1.2, label=f"fixed {fixed:g}")
     axis.set(
