@@ -321,7 +321,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             actor.append(sample)
         statuses.append(actor.fit(0.0))
         if len(statuses) == save_after:
-            actor.save_checkpoint(f"global_step{save_after}")
+            actor.save_checkpoint(f"global_step{save_after}", {"global_step": save_after})
     return {
         "statuses": statuses,
         "status": statuses[-1],

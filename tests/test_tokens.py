@@ -81,7 +81,7 @@ def dump(directory, tmp_path, log_ratios=LOG_RATIOS, **flags) -> tuple[dict[str,
 
 @pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
 def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_path, policy_loss):
-    lower, upper = (0.7, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
+    lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
     limits = bounds(lower, upper) if policy_loss == "bapo" else {}
     found, (result,) = dump(directory, tmp_path, policy_loss=policy_loss, **limits)
     np.testing.assert_allclose(found["clip_low"], lower)
@@ -172,27 +172,25 @@ def test_of_two_ranks_the_first_writes_its_own_tokens(directory, tmp_path):
 
 
 def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
-    long = pipeline.make_experience([4000] * 5)
-    model = directory / "model/config.json"
-    assert token_dump.MAX_TOKENS < 5 * 4000 and "max_position_embeddings" in model.read_text()
+    many = pipeline.make_experience([512] * 40)
+    assert token_dump.MAX_TOKENS < 40 * 512
+    many[0].advantages *= 0
+    many[0].info["log_ratio"] = torch.tensor([-1.0])
     argv = pipeline.flags(
         directory,
         policy_loss="bapo",
-        data__max_len=64,
-        train__batch_size=5,
-        train__micro_batch_size=1,
-        rollout__batch_size=5,
-        rollout__n_samples_per_prompt=1,
-        algo__advantage__estimator="reinforce",
-        rollout__micro_batch_size=1,
-        logger__tensorboard_dir=tmp_path / "tensorboard",
         bapo__dump_tokens=1,
+        logger__tensorboard_dir=tmp_path / "tensorboard",
+        train__batch_size=40,
+        rollout__batch_size=10,
     )
-    pipeline.train_policy_actors(directory, argv, [long])
+    pipeline.train_policy_actors(directory, argv, [many])
     found = dumped(tmp_path)
     assert len(found["ratio"]) == token_dump.MAX_TOKENS
     assert len(set(zip(found["sample"].tolist(), found["position"].tolist(), strict=True))) == token_dump.MAX_TOKENS
-    assert set(found["sample"]) == set(range(5)) and found["position"].max() > 3900
+    assert set(found["sample"]) == set(range(40)) and found["position"].max() > 500
+    without_advantage = found["advantage"] == 0
+    assert found["ratio"][without_advantage].max() < 0.4 and not found["clipped"][without_advantage].any()
 
 
 def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothing_is_written(directory, tmp_path):
@@ -213,6 +211,16 @@ def test_without_tensorboard_the_tokens_lie_beside_the_checkpoints(directory, tm
     paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
     one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
     assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
+
+
+def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
+    argv = pipeline.flags(directory, policy_loss="bapo", train__batch_size=8, ckpt__path=tmp_path / "ckpt")
+    samples = [stale_samples(STALENESS, LOG_RATIOS)]
+    pipeline.train_policy_actors(directory, argv, samples, num_steps=2, save_after=2)
+    resume = [*argv, "--ckpt.load_enable", "--bapo.dump_tokens", "1", "--logger.tensorboard_dir", str(tmp_path / "tb")]
+    pipeline.train_policy_actors(directory, resume, samples)
+    assert [file.name for file in (tmp_path / "tb/tokens").iterdir()] == ["step_000003_rank0.parquet"]
+    assert set(dumped(tmp_path / "tb")["global_step"]) == {3}
 
 
 def test_steps_that_train_the_critic_alone_are_counted(directory, tmp_path):
