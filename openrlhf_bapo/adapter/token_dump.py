@@ -1,7 +1,18 @@
 """`--bapo.dump_tokens`: a bounded sample of the tokens that a training step trained on, as a Parquet file.
 
 Rank 0 writes it, of its own micro-batches: every rank gets an equal share of a rollout, of fresh and replayed samples
-alike, and one file a step stays bounded however many ranks there are.
+alike, and one file a step stays bounded however many ranks there are. A row is a token:
+
+    global_step, update    the training step, and how many optimizer steps of it came before
+    sample, position       its sample, in the order of rank 0's training, and its place in the response
+    ratio                  importance ratio against the behaviour policy
+    probability, entropy   of the token under the policy that is trained, and of that policy where it was chosen (nats)
+    advantage
+    clip_low, clip_high    the bounds of its update
+    clipped                beyond the one that is there for its sign
+    dual_clipped           a negative one above --actor.dual_clip
+    staleness              versions since it was generated
+    optimizer_steps        optimizer steps since it was generated
 """
 
 from argparse import Namespace

@@ -22,7 +22,6 @@ FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the r
 _COLUMNS = (
     "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness optimizer_steps"
 ).split()
-_MEANS = ("entropy", "probability")
 
 
 class TokensError(ValueError):
@@ -42,7 +41,7 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     import pyarrow
     from pyarrow import parquet
 
-    files = {file: int(file.stem.split("_")[1]) for file in sorted(run.rglob("tokens/step_*_rank*.parquet"))}
+    files = {file: int(file.stem.split("_")[1]) for file in sorted(run.rglob("tokens/step_[0-9]*_rank*.parquet"))}
     if not files:
         raise TokensError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
@@ -96,7 +95,9 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
         labels = [f"{low:g}-{high:g}" for low, high in zip(RATIO_EDGES, RATIO_EDGES[1:], strict=False)]
         for by, index, groups in (("ratio", bins, labels), ("fate", tokens["fate"], FATES)):
             for place, group in enumerate(groups):
-                entropy, probability = (tokens[name][index == place].astype(float) for name in _MEANS)
+                entropy, probability = (
+                    tokens[name][index == place].astype(float) for name in ("entropy", "probability")
+                )
                 num = len(entropy)
                 rows.append(
                     {
