@@ -257,18 +257,6 @@ def resolve_flags(args: Namespace) -> None:
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
 
 
-def _check_dump_tokens(values: dict, every: int, policy_loss: str) -> None:
-    if every < 0:
-        raise FlagError(f"--bapo.dump_tokens {every}: a number of global steps; allowed: 0 (off) and above")
-    if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
-        raise FlagError(
-            f"--bapo.dump_tokens {every}: wants every token's ratio and staleness; allowed with --policy_loss bapo, or "
-            f"ppo and --offpolicy.ratio_base, which is {policy_loss}"
-        )
-    if every and values.get("actor.entropy_coef") is None:
-        values["actor.entropy_coef"] = 0.0  # to log the entropy, no bonus
-
-
 def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: str) -> None:
     if not 0 <= half_life < math.inf:
         raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
@@ -288,6 +276,18 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: s
 def _smoothing_config(half_life: float, given: dict) -> SmoothingConfig:
     start = given.get("smoothing_start")
     return SmoothingConfig(half_life, given["smoothing_of"], None if start is None else tuple(start))
+
+
+def _check_dump_tokens(values: dict, every: int, policy_loss: str) -> None:
+    if every < 0:
+        raise FlagError(f"--bapo.dump_tokens {every}: a number of global steps; allowed: 0 (off) and above")
+    if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
+        raise FlagError(
+            f"--bapo.dump_tokens {every}: wants every token's ratio and staleness; allowed with --policy_loss bapo, or "
+            f"ppo and --offpolicy.ratio_base, which is {policy_loss}"
+        )
+    if every and values.get("actor.entropy_coef") is None:
+        values["actor.entropy_coef"] = 0.0  # to log the entropy, no bonus
 
 
 def _resolve_off_policy(values: dict, policy_loss: str) -> None:
