@@ -207,9 +207,9 @@ def train_policy_actors(
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
         and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
-        `behaviour_log_probs` (per sample), `args` (as training
-        left them), `trainer` (its class's module). Its clock ticks once a reading: what is reported in seconds counts
-        what was timed.
+        `behaviour_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
+        loss's forward after it), `trainer` (its class's module). Its clock ticks once a reading: what is reported in
+        seconds counts what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
     work = parse(argv), samples_by_rank, num_steps, save_after
@@ -321,7 +321,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             actor.append(sample)
         statuses.append(actor.fit(0.0))
         if len(statuses) == save_after:
-            actor.save_checkpoint(f"global_step{save_after}")
+            actor.save_checkpoint(f"global_step{save_after}", {"global_step": save_after})
     return {
         "statuses": statuses,
         "status": statuses[-1],
@@ -330,6 +330,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "searches": searches,
         "clamped": [(float(lower), float(upper)) for lower, upper in clamped],
         "behaviour_log_probs": behaviour_log_probs,
+        "num_hooks": len(actor.actor._forward_hooks) + len(loss._forward_hooks),
         "args": args,
         "trainer": type(actor.trainer).__module__,
     }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pipeline
 import torch
+from pyarrow import parquet
 
 # In float32 the same weights differ by the order of sums, 1e-5 at most; those of the next version by 0.05 and more at
 # half of the tokens.
@@ -143,3 +144,47 @@ def assert_ratios_are_against_the_policy_that_generated(
     assert (current - batch["log_probs"])[first].abs().max() < CLOSE
     log_ratio = (batch["log_probs"] - batch["denominators"]).abs()
     assert log_ratio[first & (batch["staleness"] > 0)].median() > APART
+
+
+def assert_tokens_are_those_trained_on(
+    file: Path, batch: dict[str, torch.Tensor], logged: dict[str, float], num_first: int
+) -> None:
+    """A file of --bapo.dump_tokens has every token of its training step, with its own numbers, clipped as the loss did.
+
+    Args:
+        file: of a step without more tokens than a file holds.
+        batch: from `trained_on`, of one rank.
+        logged: the step's metrics.
+        num_first: micro-batches in an optimizer step.
+    """
+    table = parquet.read_table(file)
+    found = {name: torch.tensor(table[name].to_numpy()) for name in table.column_names}
+    step = int(file.stem.split("_")[1])
+    batch = {name: tensor[batch["version"] == step - 1] for name, tensor in batch.items()}
+    mask = batch["action_mask"] > 0
+    sample, _ = mask.nonzero(as_tuple=True)
+    update = (batch["place"] // num_first)[:, None].expand_as(mask)
+    expected = {
+        "global_step": torch.full_like(sample, step),
+        "sample": sample,
+        "position": (mask.cumsum(-1) - 1)[mask],
+        "update": update[mask],
+        "staleness": batch["staleness"][mask],
+        "optimizer_steps": (batch["optimizer_steps"] + update)[mask],
+        "ratio": (batch["log_probs"] - batch["denominators"]).clamp(-20, 20).exp()[mask],
+        "probability": batch["log_probs"].exp()[mask],
+        "advantage": batch["loss_advantages"][mask],
+    }
+    for name, values in expected.items():
+        assert torch.equal(found[name].to(values.dtype), values), name
+    # As OpenRLHF's loss itself counted them, a micro-batch at a time.
+    for place in batch["place"].unique():
+        rows = batch["place"] == place
+        (share,) = set(batch["clip_ratio"][rows].tolist())
+        assert abs(found["clipped"][rows[sample]].float().mean() - share) < 1e-6
+    assert 0 < found["clipped"].float().mean() < 1
+    of_updates = [{name: values[found["update"] == n] for name, values in found.items()} for n in update.unique()]
+    for name in ("clip_low", "clip_high"):
+        assert all(len(set(tokens[name].tolist())) == 1 for tokens in of_updates)
+        mean = sum(float(tokens[name][0]) for tokens in of_updates) / len(of_updates)
+        assert abs(mean - logged[f"bapo/{name}"]) < 1e-6

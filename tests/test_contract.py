@@ -19,6 +19,7 @@ CALLABLES = [
         ["log_probs", "old_log_probs", "advantages", "action_mask", "rollout_log_probs"],
     ),
     ("openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", ["self", "kl_ctl"]),
+    ("openrlhf.trainer.ray.ppo_actor", "PolicyModelActor.init_model_from_pretrained", ["self", "strategy"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.init_checkpoint_states", ["self"]),
     ("openrlhf.trainer.ppo_trainer", "compute_eval_metrics", ["eval_dataloader", "samples_list"]),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.setup_dynamic_batch", ["self", "strategy"]),
@@ -169,6 +170,9 @@ SOURCES = [
     ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
     ("deepspeed.runtime.engine", "self.global_steps += 1", "staleness in optimizer steps"),
     ("openrlhf.trainer.ppo_trainer", "status = self.ppo_train(global_step)", "the count of optimizer steps"),
+    ("openrlhf.models.actor", 'setattr(output, "entropy", entropy[:, :-1])', "the entropy of --bapo.dump_tokens"),
+    ("openrlhf.trainer.ray.ppo_actor", "self.checkpoint_states = states", "the steps of --bapo.dump_tokens"),
+    ("openrlhf.trainer.ppo_trainer", "run_actor = global_steps > self.args.critic.freezing_steps", "the same"),
     ("deepspeed.runtime.zero.partition_parameters", "launch_handles[-1].wait()", "the CPU's own gather of parameters"),
     ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
 ]

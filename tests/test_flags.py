@@ -166,6 +166,7 @@ DEFAULTS = {
     "bapo.smoothing_of": None,
     "bapo.smoothing_start": None,
     "bapo.discard_saved": None,
+    "bapo.dump_tokens": None,
     "offpolicy.ratio_base": None,
     "offpolicy.lag": 0,
     "replay.ratio": 0.0,

@@ -63,7 +63,7 @@ def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_
     directory,  # noqa: F811
     capsys,
 ):
-    flags = lag_flags(directory, ckpt__save_steps=1, ckpt__max_num=2)
+    flags = lag_flags(directory, ckpt__save_steps=1, ckpt__max_num=2, bapo__dump_tokens=2)
     saved = directory / "ckpt/_partial/global_step2/pool.json"
     log, command = directory / "killed.log", [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
@@ -100,3 +100,11 @@ def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_
             assert gap[mask].abs().nanmedian() > recordings.APART
         else:
             assert gap[mask].abs().max() < recordings.CLOSE
+
+    dumped = sorted((directory / "tensorboard/tokens").iterdir())
+    assert [file.name for file in dumped] == [f"step_00000{step}_rank0.parquet" for step in (2, 4, 6)]
+    logged = {step: metrics for step, metrics in enumerate(pipeline.steps(log.read_text()), 1)}
+    logged |= {step: metrics for step, metrics in enumerate(steps, version + 1)}
+    for step, file in zip((2, 4, 6), dumped, strict=True):
+        batch = before if step <= version else after
+        recordings.assert_tokens_are_those_trained_on(file, batch, logged[step], num_first=2)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy, smoothing_config_from_args
 from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.adapter.replay_checkpoint import load_steady_bounds, save_steady_bounds
+from openrlhf_bapo.adapter.token_dump import TokenDump
 from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 
@@ -62,6 +63,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.global_step = 0
+        """Of the running training step, as OpenRLHF counts them in its logs."""
         self._group = self.strategy.ds_device_mesh["dp"].get_group()
         if self.args.policy_loss == "bapo":
             bapo = self.args.bapo
@@ -100,7 +103,13 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self._ratio_forward_timers = []
         self._off_policy_tally = self._contribution_tally = None
         self._steps_before = self.actor.model.global_steps
+        self.global_step += 1
+        every, dump = self.args.bapo.dump_tokens, None
+        if every and self.global_step % every == 0 and self.strategy.is_rank_0():
+            dump = TokenDump(self)
         status = super().ppo_train(kl_ctl)
+        if dump is not None:
+            dump.write()
         if not math.isfinite(loss := status.get("policy_loss", 0.0)):
             raise RuntimeError(
                 f"policy_loss is {loss}: the policy's log-probs, and now its weights, are no finite numbers; resume "
@@ -291,7 +300,19 @@ def _saving_steady_bounds(save_checkpoint):
     return saving
 
 
+def _counting_global_steps(init_model_from_pretrained):
+    @functools.wraps(init_model_from_pretrained)
+    def init(self, strategy, *args, **kwargs) -> None:
+        init_model_from_pretrained(self, strategy, *args, **kwargs)
+        # The first steps that the actor sees are those after the checkpoint, and after the critic's alone.
+        saved = self.checkpoint_states.get("global_step", 0)
+        self.trainer.global_step = max(saved, strategy.args.critic.freezing_steps + 1)
+
+    return init
+
+
 _policy_model_actor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
+_policy_model_actor.init_model_from_pretrained = _counting_global_steps(_policy_model_actor.init_model_from_pretrained)
 _policy_model_actor.save_checkpoint = _saving_steady_bounds(_policy_model_actor.save_checkpoint)
 ppo_actor.ActorPPOTrainer = BapoActorTrainer
 ppo_actor.DataLoader = UpdateWindowLoader

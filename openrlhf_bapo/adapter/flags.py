@@ -120,6 +120,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="with --ckpt.load_enable: start --bapo.smoothing anew",
     )
+    group.add_argument(
+        "--bapo.dump_tokens",
+        type=int,
+        default=None,
+        help="every so many global steps, write a sample of the tokens trained on, for `openrlhf-bapo tokens` (0: off)",
+    )
     group = parser.add_argument_group("off-policy data")
     group.add_argument(
         "--offpolicy.ratio_base",
@@ -204,6 +210,7 @@ def resolve_flags(args: Namespace) -> None:
     """
     values = vars(args)
     bapo = {name.removeprefix("bapo."): value for name, value in values.items() if name.startswith("bapo.")}
+    dump_tokens = bapo.pop("dump_tokens") or 0
     given = {name: value for name, value in bapo.items() if value is not None}
     upstream_loss = values.get("actor.policy_loss_type", "ppo")
     policy_loss = args.policy_loss or upstream_loss
@@ -216,6 +223,7 @@ def resolve_flags(args: Namespace) -> None:
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
     _resolve_off_policy(values, policy_loss)
+    _check_dump_tokens(values, dump_tokens, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
     if policy_loss != "bapo":
@@ -268,6 +276,18 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: s
 def _smoothing_config(half_life: float, given: dict) -> SmoothingConfig:
     start = given.get("smoothing_start")
     return SmoothingConfig(half_life, given["smoothing_of"], None if start is None else tuple(start))
+
+
+def _check_dump_tokens(values: dict, every: int, policy_loss: str) -> None:
+    if every < 0:
+        raise FlagError(f"--bapo.dump_tokens {every}: a number of global steps; allowed: 0 (off) and above")
+    if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
+        raise FlagError(
+            f"--bapo.dump_tokens {every}: wants every token's ratio and staleness; allowed with --policy_loss bapo, or "
+            f"ppo and --offpolicy.ratio_base, which is {policy_loss}"
+        )
+    if every and values.get("actor.entropy_coef") is None:
+        values["actor.entropy_coef"] = 0.0  # to log the entropy, no bonus
 
 
 def _resolve_off_policy(values: dict, policy_loss: str) -> None:

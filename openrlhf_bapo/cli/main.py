@@ -12,6 +12,7 @@ COMMANDS = {
     "serve-math-reward": "serve_math_reward",
     "progress": "progress",
     "plot": "plot",
+    "tokens": "tokens",
 }
 
 

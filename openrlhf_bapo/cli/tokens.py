@@ -1,0 +1,252 @@
+"""Draws which tokens a run clipped, and which it kept that a fixed range would not, from its `--bapo.dump_tokens`."""
+
+import argparse
+import csv
+from pathlib import Path
+
+import numpy as np
+
+from openrlhf_bapo.adapter.flags import exit_with_one_line
+
+FIXED = (0.8, 1.2)
+"""The range that a run is compared with, PPO's."""
+
+RATIO_EDGES = (0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.01, 1.1, 1.2, 1.5, 2, 3, np.inf)
+"""Of the bins of the importance ratio; each has its lower edge."""
+
+SIGNS = {"positive": 1, "negative": -1}
+
+FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the run clips", "clipped by both")
+
+# Which are read.
+_COLUMNS = (
+    "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness optimizer_steps"
+).split()
+
+
+class TokensError(ValueError):
+    """A user's mistake, in one line."""
+
+
+def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """The tokens that a run has dumped, one array a column of its files.
+
+    Args:
+        run: a run's folder, or its TensorBoard folder.
+        step: of this global step alone; None: of all that were dumped.
+
+    Raises:
+        TokensError: if there are none, or if a file cannot be read.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    files = {file: int(file.stem.split("_")[1]) for file in sorted(run.rglob("tokens/step_[0-9]*_rank*.parquet"))}
+    if not files:
+        raise TokensError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
+    if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
+        raise TokensError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
+    if step is not None and step not in files.values():
+        raise TokensError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, which were dumped")
+    tables = []
+    for file, of_step in files.items():
+        if step in (None, of_step):
+            try:
+                table = parquet.read_table(file)
+            except (OSError, pyarrow.ArrowInvalid) as error:
+                raise TokensError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+            if missing := [name for name in _COLUMNS if name not in table.column_names]:
+                raise TokensError(f"{file}: has no column {', '.join(missing)}; written by --bapo.dump_tokens?")
+            tables.append(table.select(_COLUMNS))
+    table = pyarrow.concat_tables(tables)
+    return {name: table[name].to_numpy() for name in _COLUMNS}
+
+
+def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """The tokens with a positive and those with a negative advantage, and what became of them under either range.
+
+    Adds "fate", an index into `FATES`. Dual clip, which a run with a fixed range would have too, clips in both. Tokens
+    whose advantage is 0, or that have no finite ratio or entropy, are in neither.
+    """
+    # Compared as the loss does, in the ratio's own precision.
+    ratio, advantage = tokens["ratio"], tokens["advantage"]
+    beyond = np.where(advantage > 0, ratio > FIXED[1], ratio < FIXED[0])
+    ours, fixed = tokens["clipped"] | tokens["dual_clipped"], beyond | tokens["dual_clipped"]
+    tokens = tokens | {"fate": np.select([~ours & ~fixed, ~ours & fixed, ours & ~fixed], [0, 1, 2], 3)}
+    is_finite = np.isfinite(ratio) & np.isfinite(tokens["entropy"])
+    signs = {name: is_finite & (sign * advantage > 0) for name, sign in SIGNS.items()}
+    return {name: {column: values[chosen] for column, values in tokens.items()} for name, chosen in signs.items()}
+
+
+def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
+    """The numbers behind the picture: of each sign the tokens by bin of the ratio, and by fate.
+
+    Args:
+        signs: as `by_sign` gives them.
+
+    Returns:
+        Rows with "sign", "by" ("ratio" or "fate"), "group" (the bin as LOW-HIGH, or the fate), "num_tokens",
+        "fraction" (of the sign's tokens), and the means "entropy" (nats), "entropy_error" (its standard error) and
+        "probability"; NaN where there is no token, or only one for the error.
+    """
+    rows = []
+    for sign, tokens in signs.items():
+        bins = np.digitize(tokens["ratio"], np.array(RATIO_EDGES, dtype=tokens["ratio"].dtype)) - 1
+        labels = [f"{low:g}-{high:g}" for low, high in zip(RATIO_EDGES, RATIO_EDGES[1:], strict=False)]
+        for by, index, groups in (("ratio", bins, labels), ("fate", tokens["fate"], FATES)):
+            for place, group in enumerate(groups):
+                entropy, probability = (
+                    tokens[name][index == place].astype(float) for name in ("entropy", "probability")
+                )
+                num = len(entropy)
+                rows.append(
+                    {
+                        "sign": sign,
+                        "by": by,
+                        "group": group,
+                        "num_tokens": num,
+                        "fraction": num / max(len(index), 1),
+                        "entropy": entropy.mean() if num else np.nan,
+                        "entropy_error": entropy.std(ddof=1) / num**0.5 if num > 1 else np.nan,
+                        "probability": probability.mean() if num else np.nan,
+                    }
+                )
+    return rows
+
+
+def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
+    """Write the picture as a PNG.
+
+    Args:
+        tokens: as `read_tokens` gives them.
+        output: path of the PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    signs = by_sign(tokens)
+    rows = measure(signs)
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
+    for axis, (sign, of_sign) in zip(axes[0], signs.items(), strict=True):
+        _draw_density(axis, sign, of_sign, max(least, 1e-6))
+    _draw_entropy(axes[1][0], [row for row in rows if row["by"] == "ratio"])
+    _draw_fates(axes[1][1], [row for row in rows if row["by"] == "fate"])
+    figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
+    figure.savefig(output, dpi=90, format="png")
+    pyplot.close(figure)
+
+
+def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) -> None:
+    """Probability against importance ratio, with the bound that clips this sign."""
+    from matplotlib.colors import ListedColormap
+
+    low, high = 1 / 8, 8
+    ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)  # the rest: at the edge
+    if num_tokens := len(ratio):
+        extent = [np.log10(edge) for edge in (low, high, least, 1)]
+        greys = ListedColormap([str(shade) for shade in np.linspace(0.75, 0, 256)])  # darker than the band
+        density = axis.hexbin(
+            ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=greys
+        )
+        axis.figure.colorbar(density, ax=axis, label="tokens")
+        bound = tokens["clip_high" if sign == "positive" else "clip_low"]
+        lowest, median, highest = bound.min(), np.median(bound), bound.max()
+        label = f"the run's bound, {median:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if lowest < highest else "")
+        axis.axvline(median, color="tab:red", linewidth=2, label=label)
+        axis.axvspan(lowest, highest, color="tab:red", alpha=0.15, linewidth=0, zorder=0)
+    fixed, side = (FIXED[1], "right") if sign == "positive" else (FIXED[0], "left")
+    axis.axvline(fixed, color="black", linestyle="--", linewidth=1.2, label=f"fixed {fixed:g}")
+    axis.set(
+        title=f"{num_tokens:,} tokens with a {sign} advantage",
+        xlabel=f"importance ratio (clipped {side} of the bound)",
+        ylabel="probability under the current policy",
+    )
+    axis.set_xticks([0.125, 0.25, 0.5, 1, 2, 4, 8], ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    axis.minorticks_off()
+    axis.legend(fontsize="small", loc="lower left")
+
+
+def _draw_entropy(axis, rows: list[dict]) -> None:
+    """Mean entropy by bin of the ratio, with its standard error."""
+    labels = list(dict.fromkeys(row["group"] for row in rows))
+    for sign, style, shift in (("positive", "o-", -0.08), ("negative", "s--", 0.08)):
+        means, errors = ([row[name] for row in rows if row["sign"] == sign] for name in ("entropy", "entropy_error"))
+        fill = {"color": "black"} if sign == "positive" else {"color": "tab:orange", "markerfacecolor": "white"}
+        places = np.arange(len(labels)) + shift
+        axis.errorbar(places, means, errors, fmt=style, capsize=2, linewidth=1.2, label=f"{sign} advantage", **fill)
+    for bound in FIXED:
+        axis.axvline(RATIO_EDGES.index(bound) - 0.5, color="black", linestyle=":", linewidth=1)
+    axis.set_xticks(range(len(labels)), [label.replace("-inf", " and above") for label in labels])
+    axis.tick_params(axis="x", labelsize="small", labelrotation=60)
+    axis.set(
+        title="entropy of the policy where the token was chosen",
+        xlabel=f"importance ratio (dotted: {FIXED[0]:g} and {FIXED[1]:g})",
+        ylabel="mean entropy (nats), with its standard error",
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+
+
+def _draw_fates(axis, rows: list[dict]) -> None:
+    """What became of the tokens that either range clips, in percent of their sign's."""
+    width, names = 0.27, list(SIGNS)
+    looks = zip(FATES[1:], ("//", "..", ""), ("white", "0.85", "0.4"), strict=True)
+    for place, (fate, hatch, colour) in enumerate(looks):
+        of_fate = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, fate)]
+        left = np.arange(len(names)) + (place - 1) * width
+        style = {"hatch": hatch, "color": colour, "edgecolor": "black", "linewidth": 0.8}
+        bars = axis.bar(left, [100 * row["fraction"] for row in of_fate], width * 0.92, label=fate, **style)
+        texts = [f"{row['num_tokens']:,}" + f"\nH {row['entropy']:.2f}" * (row["num_tokens"] > 0) for row in of_fate]
+        axis.bar_label(bars, texts, fontsize="small", padding=2)
+    kept = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, FATES[0])]
+    texts = [f"{row['sign']} advantage\nkept by both: {row['fraction']:.1%}\nH {row['entropy']:.2f}" for row in kept]
+    axis.set_xticks(range(len(names)), texts)
+    axis.margins(y=0.25)
+    axis.set(title=f"against a fixed [{FIXED[0]:g}, {FIXED[1]:g}]", ylabel="% of the tokens of that sign")
+    axis.legend(fontsize="small")
+
+
+def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarray]]) -> str:
+    steps = np.unique(tokens["global_step"])
+    span = f"global step {steps[0]}" if len(steps) == 1 else f"{len(steps)} global steps, {steps[0]} to {steps[-1]}"
+    num_tokens, drawn = len(tokens["ratio"]), sum(len(of_sign["ratio"]) for of_sign in signs.values())
+    versions, optimizer_steps = (tokens[name].max() for name in ("staleness", "optimizer_steps"))
+    return (
+        f"{num_tokens:,} sampled tokens of {span}; {num_tokens - drawn:,} without an advantage, or without a finite "
+        f"ratio and entropy, are left out. Staleness: up to\n{versions} versions, {optimizer_steps} optimizer steps. "
+        "Band: the range of the updates' bounds, of which each token is judged by its own. H: mean entropy in nats. A "
+        "point\nwithout an error is one token. After the paper's Figures 5 and 10 (arXiv 2510.18927), from this run's "
+        "tokens; bins, errors and the comparison are ours."
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Draw and print the picture's path."""
+    parser = argparse.ArgumentParser(prog="openrlhf-bapo tokens", description=__doc__)
+    parser.error = exit_with_one_line
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its --logger.tensorboard_dir")
+    parser.add_argument("-o", "--output", type=Path, default=None, help="path of the PNG (tokens.png in RUN)")
+    parser.add_argument("--step", type=int, default=None, help="this global step's tokens alone")
+    parser.add_argument("--csv", type=Path, default=None, help="also write the numbers behind the picture")
+    args = parser.parse_args(argv)
+    output = args.output or args.run / "tokens.png"
+    try:
+        tokens = read_tokens(args.run, args.step)
+        draw(tokens, output)
+        if args.csv:
+            _write_csv(measure(by_sign(tokens)), args.csv)
+    except TokensError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename}: cannot be written ({error.strerror}); allowed: a file's path")
+    print(output)
+
+
+def _write_csv(rows: list[dict], file: Path) -> None:
+    with open(file, "w", newline="") as output:
+        writer = csv.DictWriter(output, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,422 @@
+"""--bapo.dump_tokens and `openrlhf-bapo tokens`: written is what was trained on, drawn is what was written.
+
+The real pipeline writes them in tests/test_lag.py.
+"""
+
+import csv
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pipeline
+import pyarrow
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib import pyplot
+from pyarrow import parquet
+from test_off_policy_actor import LENGTHS, LOG_RATIOS, STALENESS, one_update, stale_samples
+
+from openrlhf_bapo.adapter import token_dump
+from openrlhf_bapo.cli import tokens
+
+# ---- The sample ----
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(0, 2**33))
+def test_however_tokens_are_split_over_calls_the_sample_is_the_same_of_its_size_and_in_their_order(parts, size, seed):
+    shown = torch.arange(sum(parts))
+    whole, split = (token_dump.TokenSample(size, seed) for _ in range(2))
+    whole.add({"token": shown, "double": 2 * shown})
+    for part in shown.split(parts):
+        split.add({"token": part, "double": 2 * part})
+    kept = split.columns["token"]
+    assert torch.equal(kept, whole.columns["token"]) and torch.equal(split.columns["double"], 2 * kept)
+    assert len(kept) == min(size, len(shown)) and (kept.diff() > 0).all()
+
+
+def test_every_token_is_as_likely_to_be_kept_wherever_it_stands():
+    counts = torch.zeros(60)
+    for seed in range(2000):
+        sample = token_dump.TokenSample(15, seed)
+        for part in torch.arange(60).split([5, 40, 15]):
+            sample.add({"token": part})
+        counts[sample.columns["token"]] += 1
+    # 2000 draws of probability 1/4: six deviations.
+    assert (counts - 500).abs().max() < 6 * math.sqrt(2000 * 0.25 * 0.75)
+
+
+# ---- OpenRLHF's own policy actor and DeepSpeed, float32 ----
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("actors"))
+
+
+def dumped(folder: Path) -> dict[str, np.ndarray]:
+    """The columns of the only file that a run has written."""
+    (file,) = folder.rglob("*.parquet")
+    table = parquet.read_table(file)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def bounds(lower: float, upper: float) -> dict:
+    """Flags of a search that finds nothing else."""
+    found = dict(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
+    return {f"bapo__{name}": value for name, value in found.items()}
+
+
+FLAGS = dict(bapo__dump_tokens=1, actor__dual_clip=None, train__max_epochs=1)
+
+
+def dump(directory, tmp_path, log_ratios=LOG_RATIOS, **flags) -> tuple[dict[str, np.ndarray], list[dict]]:
+    """What a training step over the eight stale samples writes, and what the ranks say."""
+    given = FLAGS | dict(logger__tensorboard_dir=tmp_path / "tensorboard") | flags
+    results = one_update(directory, STALENESS, log_ratios, **given)
+    return dumped(tmp_path / "tensorboard/tokens"), results
+
+
+@pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
+def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_path, policy_loss):
+    lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
+    limits = bounds(lower, upper) if policy_loss == "bapo" else {}
+    found, (result,) = dump(directory, tmp_path, policy_loss=policy_loss, **limits)
+    np.testing.assert_allclose(found["clip_low"], lower)
+    np.testing.assert_allclose(found["clip_high"], upper)
+    assert set(found["global_step"]) == {1} and set(found["update"]) == {0}
+    assert not found["dual_clipped"].any()
+
+    # The rows are in the order of training, which shuffles: a sample is known by its length, staleness and ratio.
+    model_log_probs, model_entropy = of_the_model(directory)
+    order = []
+    for sample in range(8):
+        rows = found["sample"] == sample
+        (staleness,), (ratio,) = set(found["staleness"][rows]), set(np.round(found["ratio"][rows], 3))
+        (which,) = [
+            i
+            for i, (stale, log_ratio, length) in enumerate(zip(STALENESS, LOG_RATIOS, LENGTHS, strict=True))
+            if (stale, length) == (staleness, rows.sum()) and abs(math.exp(log_ratio) - ratio) < 1e-3
+        ]
+        order.append(which)
+        advantage = float(stale_samples(STALENESS, LOG_RATIOS)[which].advantages[0, -1])
+        assert found["position"][rows].tolist() == list(range(LENGTHS[which]))
+        np.testing.assert_allclose(found["advantage"][rows], advantage, rtol=1e-6)
+        np.testing.assert_allclose(found["probability"][rows], model_log_probs[which].exp(), rtol=1e-4)
+        np.testing.assert_allclose(found["entropy"][rows], model_entropy[which], rtol=1e-4)
+        beyond = ratio > upper if advantage > 0 else ratio < lower
+        assert set(found["clipped"][rows]) == {beyond}
+    assert sorted(order) == list(range(8)) and 0 < found["clipped"].mean() < 1
+    for sign, name in ((1, "positive"), (-1, "negative")):
+        of_sign = found["clipped"][found["advantage"] * sign > 0]
+        assert result["status"][f"offpolicy/clip_frac_{name}"] == pytest.approx(of_sign.mean())
+    num_tokens = len(found["entropy"])
+    assert num_tokens == sum(LENGTHS)
+
+
+@torch.no_grad()
+def of_the_model(directory) -> tuple[list, list]:
+    """The eight samples' log-probs and entropies under the policy that they are trained from."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
+    log_probs, entropies = [], []
+    for sample, length in zip(stale_samples(STALENESS, LOG_RATIOS), LENGTHS, strict=True):
+        distribution = model(sample.sequences).logits[0, :-1].log_softmax(-1)
+        chosen = distribution.gather(-1, sample.sequences[0, 1:, None]).squeeze(-1)
+        log_probs.append(chosen[-length:])
+        entropies.append(-(distribution.exp() * distribution).sum(-1)[-length:])
+    return log_probs, entropies
+
+
+def test_a_negative_token_beyond_dual_clip_is_known_as_such(directory, tmp_path):
+    # Samples 1, 3, 5, 7 are negative; 1 and 2 are above e.
+    found, _ = dump(directory, tmp_path, [0, 1.5, 1.5, 0, 0, 0, 0, 0], actor__dual_clip=3.0, **bounds(0.7, 1.5))
+    assert found["dual_clipped"].sum() == LENGTHS[1]
+    assert found["clipped"].sum() == LENGTHS[2]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(train__max_epochs=2, train__batch_size=4),
+        dict(train__dynamic_batch_enable=True, train__max_tokens_per_gpu=26, ds__zero_stage=2),
+        dict(bapo__scope="micro_batch"),
+        dict(bapo__smoothing=3),
+    ],
+    ids=["two epochs of two updates", "dynamic batch", "micro-batch scope", "smoothing"],
+)
+def test_however_the_step_is_split_every_token_is_there_once_an_epoch_with_its_own_updates_bounds(
+    directory, tmp_path, split
+):
+    found, (result,) = dump(directory, tmp_path, train__micro_batch_size=2, **split)
+    num_epochs = split.get("train__max_epochs", 1)
+    assert len(found["ratio"]) == num_epochs * sum(LENGTHS)
+    lengths = np.bincount(found["sample"]).tolist()
+    assert sorted(lengths) == sorted(LENGTHS * num_epochs)
+    updates, num_micro_batches = 2 * num_epochs if num_epochs > 1 else 1, len(result["clamped"])
+    assert set(found["update"]) == set(range(updates))
+    # The loss's own bounds, a micro-batch each; in order of training.
+    used = dict.fromkeys(zip(found["clip_low"].tolist(), found["clip_high"].tolist(), strict=True))
+    assert list(used) == list(dict.fromkeys(result["clamped"]))
+    if num_epochs > 1:
+        assert num_micro_batches == 8 and len(used) > 1
+        assert (found["optimizer_steps"] == found["update"]).all()
+
+
+def test_of_two_ranks_the_first_writes_its_own_tokens(directory, tmp_path):
+    found, _ = dump(directory, tmp_path, num_ranks=2)
+    assert len(found["ratio"]) == sum(LENGTHS[:4]) and set(found["staleness"]) == set(STALENESS[:4])
+
+
+def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
+    many = pipeline.make_experience([512] * 40)
+    assert token_dump.MAX_TOKENS < 40 * 512
+    many[0].advantages *= 0
+    many[0].info["log_ratio"] = torch.tensor([-1.0])
+    argv = pipeline.flags(
+        directory,
+        policy_loss="bapo",
+        bapo__dump_tokens=1,
+        logger__tensorboard_dir=tmp_path / "tensorboard",
+        train__batch_size=40,
+        rollout__batch_size=10,
+    )
+    pipeline.train_policy_actors(directory, argv, [many])
+    found = dumped(tmp_path)
+    assert len(found["ratio"]) == token_dump.MAX_TOKENS
+    assert len(set(zip(found["sample"].tolist(), found["position"].tolist(), strict=True))) == token_dump.MAX_TOKENS
+    assert set(found["sample"]) == set(range(40)) and found["position"].max() > 500
+    without_advantage = found["advantage"] == 0
+    assert found["ratio"][without_advantage].max() < 0.4 and not found["clipped"][without_advantage].any()
+
+
+def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothing_is_written(directory, tmp_path):
+    def train(every: int) -> dict:
+        given = dict(bapo__dump_tokens=every, logger__tensorboard_dir=tmp_path / str(every), train__max_epochs=2)
+        (result,) = one_update(directory, STALENESS, LOG_RATIOS, num_steps=3, **given)
+        return result
+
+    off, on = train(0), train(2)
+    assert not (tmp_path / "0").exists()
+    assert [file.name for file in (tmp_path / "2").rglob("*")] == ["tokens", "step_000002_rank0.parquet"]
+    assert set(dumped(tmp_path)["global_step"]) == {2}
+    assert on["statuses"] == off["statuses"] and on["num_hooks"] == off["num_hooks"]
+    assert all(torch.equal(on["weights"][name], weight) for name, weight in off["weights"].items())
+
+
+def test_without_tensorboard_the_tokens_lie_beside_the_checkpoints(directory, tmp_path):
+    paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
+    one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
+    assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
+
+
+def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
+    argv = pipeline.flags(directory, policy_loss="bapo", train__batch_size=8, ckpt__path=tmp_path / "ckpt")
+    samples = [stale_samples(STALENESS, LOG_RATIOS)]
+    pipeline.train_policy_actors(directory, argv, samples, num_steps=2, save_after=2)
+    resume = [*argv, "--ckpt.load_enable", "--bapo.dump_tokens", "1", "--logger.tensorboard_dir", str(tmp_path / "tb")]
+    pipeline.train_policy_actors(directory, resume, samples)
+    assert [file.name for file in (tmp_path / "tb/tokens").iterdir()] == ["step_000003_rank0.parquet"]
+    assert set(dumped(tmp_path / "tb")["global_step"]) == {3}
+
+
+def test_steps_that_train_the_critic_alone_are_counted(directory, tmp_path):
+    dump(directory, tmp_path, critic__freezing_steps=4)  # of steps 0 to 4
+    assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
+
+
+def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
+    (tmp_path / "reward.py").touch()
+    given = dict(policy_loss="ppo", offpolicy__ratio_base="auto")
+    args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (None, 0, 5)]
+    assert [(a.bapo.dump_tokens, a.actor.entropy_coef) for a in args] == [(None, None), (0, None), (5, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(policy_loss="bapo", bapo__dump_tokens=-1), "--bapo.dump_tokens -1: .*allowed: 0 .off. and above"),
+        (dict(policy_loss="bapo", bapo__dump_tokens="all"), "--bapo.dump_tokens: invalid int value: 'all'"),
+        (
+            dict(policy_loss="ppo", bapo__dump_tokens=5),
+            "--bapo.dump_tokens 5: .*bapo, or ppo and --offpolicy.ratio_base",
+        ),
+        (
+            dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
+            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*which is gspo",
+        ),
+    ],
+)
+def test_what_cannot_be_dumped_is_refused_in_one_line(tmp_path, capsys, flags, message):
+    (tmp_path / "reward.py").touch()
+    with pytest.raises(SystemExit) as exit_:
+        pipeline.parse(pipeline.flags(tmp_path, **flags))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and re.search(message, line), line
+
+
+# ---- The picture and its numbers ----
+
+
+def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tokens of all kinds in a run's folder, and what was written of them."""
+    rng = np.random.default_rng(seed)
+    ratio = np.exp(rng.normal(0, 0.6, num_tokens)).astype(np.float32)
+    advantage = rng.choice([-1.5, -0.5, 0.0, 0.5, 1.5], num_tokens).astype(np.float32)
+    lower, upper = rng.choice([0.6, 0.9], num_tokens), rng.choice([1.2, 1.5, 3.0], num_tokens)
+    entropy = rng.uniform(0, 2, num_tokens).astype(np.float32)
+    entropy[:3] = np.nan
+    columns = {
+        "global_step": np.full(num_tokens, step, np.int32),
+        "ratio": ratio,
+        "probability": rng.uniform(0, 1, num_tokens).astype(np.float32),
+        "entropy": entropy,
+        "advantage": advantage,
+        "clipped": np.where(advantage > 0, ratio > upper, (advantage < 0) & (ratio < lower)),
+        "dual_clipped": (advantage < 0) & (ratio > 3),
+        "clip_low": lower,
+        "clip_high": upper,
+        "staleness": rng.integers(0, 4, num_tokens).astype(np.int32),
+        "optimizer_steps": rng.integers(0, 20, num_tokens).astype(np.int32),
+    }
+    (folder / "tokens").mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), folder / f"tokens/step_{step:06d}_rank0.parquet")
+    return columns
+
+
+def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, float]]]:
+    """(sign, by, group) -> (entropy, probability) of its tokens, one token after another."""
+    found = {}
+    edges = list(zip(tokens.RATIO_EDGES, tokens.RATIO_EDGES[1:], strict=False))
+    for values in zip(*columns.values(), strict=True):
+        token = dict(zip(columns, values, strict=True))
+        if token["advantage"] == 0 or math.isnan(token["entropy"]):
+            continue
+        sign = "positive" if token["advantage"] > 0 else "negative"
+        fixed = token["ratio"] > 1.2 if sign == "positive" else token["ratio"] < 0.8
+        ours, fixed = (clips or token["dual_clipped"] for clips in (token["clipped"], fixed))
+        fate = {(0, 0): "kept by both", (0, 1): "gained", (1, 0): "lost", (1, 1): "clipped by both"}[ours, fixed]
+        (low_high,) = [f"{low:g}-{high:g}" for low, high in edges if low <= token["ratio"] < high]
+        for by, group in (("ratio", low_high), ("fate", fate)):
+            found.setdefault((sign, by, group), []).append((float(token["entropy"]), float(token["probability"])))
+    return found
+
+
+def test_the_numbers_are_those_of_the_tokens_counted_one_by_one(tmp_path):
+    columns = written(tmp_path, num_tokens=2000)
+    rows = tokens.measure(tokens.by_sign(tokens.read_tokens(tmp_path)))
+    expected = expected_groups(columns)
+    assert len(expected) > 30  # of both signs all fates, and nearly all bins
+    by_group = {(row["sign"], row["by"], row["group"].split(":")[0]): row for row in rows}
+    assert expected.keys() <= by_group.keys()
+    for key, row in by_group.items():
+        group = expected.get(key, [])
+        assert row["num_tokens"] == len(group), key
+        num_of_sign = sum(len(some) for (sign, by, _), some in expected.items() if (sign, by) == key[:2])
+        assert row["fraction"] == pytest.approx(len(group) / num_of_sign)
+        if not group:
+            assert math.isnan(row["entropy"]) and math.isnan(row["probability"])
+            continue
+        entropies, probabilities = zip(*group, strict=True)
+        mean = sum(entropies) / len(group)
+        assert (row["entropy"], row["probability"]) == pytest.approx((mean, sum(probabilities) / len(group)))
+        if len(group) > 1:
+            variance = sum((entropy - mean) ** 2 for entropy in entropies) / (len(group) - 1)
+            assert row["entropy_error"] == pytest.approx(math.sqrt(variance / len(group)))
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """What was drawn."""
+    found = []
+    monkeypatch.setattr(pyplot, "close", found.append)
+    return found
+
+
+def test_the_picture_holds_every_token_that_has_an_advantage_the_bounds_and_the_numbers(tmp_path, figures):
+    columns = written(tmp_path)
+    tokens.main([str(tmp_path)])
+    assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+    signs = tokens.by_sign(columns)
+    rows = tokens.measure(signs)
+    positive, negative, entropy, fates, *_ = figures[0].axes
+    for axis, sign, bound, fixed in ((positive, "positive", "clip_high", 1.2), (negative, "negative", "clip_low", 0.8)):
+        (density,) = [found for found in axis.collections if found.get_array() is not None]
+        assert density.get_array().sum() == len(signs[sign]["ratio"])
+        places = [float(line.get_xdata()[0]) for line in axis.lines]
+        assert places == [np.median(signs[sign][bound]), fixed]
+        (band,) = axis.patches
+        assert (band.get_x(), band.get_x() + band.get_width()) == pytest.approx(
+            (signs[sign][bound].min(), signs[sign][bound].max())
+        )
+    curves = [container.lines[0] for container in entropy.containers]
+    for curve, sign in zip(curves, signs, strict=True):
+        means = [row["entropy"] for row in rows if (row["sign"], row["by"]) == (sign, "ratio")]
+        np.testing.assert_array_equal(curve.get_ydata(), means)
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in fates.containers}
+    for fate in tokens.FATES[1:]:
+        assert heights[fate] == [100 * row["fraction"] for row in rows if row["group"] == fate]
+    num_left_out = int(((columns["advantage"] == 0) | np.isnan(columns["entropy"])).sum())
+    caption = figures[0].get_supxlabel()
+    assert f"400 sampled tokens of global step 5; {num_left_out} without an advantage" in caption
+    assert "up to\n3 versions, 19 optimizer steps" in caption and "are ours" in caption
+
+    # In grey: by marker and line, by hatch.
+    assert len({(curve.get_marker(), curve.get_linestyle()) for curve in curves}) == 2
+    assert len({bars[0].get_hatch() for bars in fates.containers}) == 3
+    assert len({line.get_linestyle() for line in positive.lines}) == 2
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_run_with_tokens_of_one_sign_or_of_one_bound_is_drawn(tmp_path, sign):
+    columns = written(tmp_path)
+    columns["advantage"] = sign * np.abs(columns["advantage"])
+    columns |= {name: np.full(400, value) for name, value in (("clip_low", 0.8), ("clip_high", 1.2))}
+    tokens.draw(columns, tmp_path / "tokens.png")
+    assert (tmp_path / "tokens.png").stat().st_size > 10_000
+
+
+def test_all_steps_are_drawn_unless_one_is_asked_for_and_the_table_holds_the_numbers(tmp_path, capsys):
+    of_step = {step: written(tmp_path / "run/tensorboard", step, seed=step) for step in (5, 10)}
+
+    def table(*flags: str) -> list[dict]:
+        output, file = tmp_path / "picture.png", tmp_path / "numbers.csv"
+        tokens.main([str(tmp_path / "run"), "-o", str(output), "--csv", str(file), *flags])
+        assert capsys.readouterr().out == f"{output}\n"
+        return list(csv.DictReader(file.open()))
+
+    both = {name: np.concatenate([columns[name] for columns in of_step.values()]) for name in of_step[5]}
+    for flags, columns in (((), both), (("--step", "10"), of_step[10])):
+        expected = [
+            {name: str(value) for name, value in row.items()} for row in tokens.measure(tokens.by_sign(columns))
+        ]
+        assert table(*flags) == expected
+
+
+def test_mistakes_end_in_one_line(tmp_path, capsys):
+    written(tmp_path / "a")
+    written(tmp_path / "b/tensorboard")
+
+    def refused(*argv) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            tokens.main([str(arg) for arg in argv])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert exit_.value.code == 2
+        return line
+
+    empty = tmp_path / "nowhere"
+    assert f"RUN {empty}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N" in refused(empty)
+    allowed = f"one of {tmp_path / 'a'}, {tmp_path / 'b/tensorboard'}"
+    assert f"RUN {tmp_path}: has the tokens of 2 runs; allowed: {allowed}" in refused(tmp_path)
+    assert "--step 7: allowed: one of 5" in refused(tmp_path / "a", "--step", 7)
+    assert "--step: invalid int value: 'last'" in refused(tmp_path / "a", "--step", "last")
+    for flag in ("-o", "--csv"):
+        assert "nowhere/file: cannot be written (No such file" in refused(tmp_path / "a", flag, empty / "file")
+    file = tmp_path / "a/tokens/step_000005_rank0.parquet"
+    parquet.write_table(parquet.read_table(file).drop_columns(["entropy", "ratio"]), file)
+    assert f"{file}: has no column ratio, entropy;" in refused(tmp_path / "a")
+    file.write_bytes(b"no parquet")
+    assert f"{file}: cannot be read as Parquet (" in refused(tmp_path / "a")
