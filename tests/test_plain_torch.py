@@ -353,11 +353,14 @@ def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollo
         rows = [[str(9.0 if number < 40 else value)] * len(columns) for number in range(60)]
         text = "\n".join(",".join(row) for row in [columns, *rows])
         (tmp_path / f"walk-lag8-updates8-lr0.0001-ppo-seed{seed}.csv").write_text(text)
-        if seed == 0:
+        if seed < 2:  # another reward by seed, so that a difference is one of pairs
+            text = text.replace(str(value), str(value + 0.2 + seed / 10))
             (tmp_path / f"walk-lag8-updates8-lr0.0001-gradient-seed{seed}.csv").write_text(text)
-    lines = study.tables(cells, tmp_path, details=False)
+    lines = study.tables(cells, tmp_path, against="", details=False)
     assert "| ppo | 0.600 \u00b1 0.058 (3) |" in lines  # 0.1 / sqrt(3)
-    assert "| gradient | 0.500 (1) |" in lines
+    assert "| gradient | 0.800 \u00b1 0.100 (2) |" in lines
+    lines = study.tables(cells, tmp_path, against="ppo", details=False)
+    assert "| gradient | 0.800 \u00b1 0.100 (2) | 0.250 \u00b1 0.050 (2) |" in lines
 
 
 def test_every_cell_of_the_study_is_a_run_that_the_example_takes():

@@ -1,7 +1,7 @@
 """The wide study: many runs of walk.py, declared in study.toml; each cell leaves one CSV and is never run twice.
 
 python examples/plain_torch/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
-python examples/plain_torch/study.py table [--cells PATTERN] [--details]
+python examples/plain_torch/study.py table [--cells PATTERN] [--against ppo] [--details]
 """
 
 import argparse
@@ -128,27 +128,33 @@ def mean_and_error(values: list[float], digits: int = 3) -> str:
     return f"{fmean(values):.{digits}f}{error} ({len(values)})"
 
 
-def tables(cells: dict[str, dict], results: Path, details: bool) -> list[str]:
+def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -> list[str]:
     """Markdown: reward by method and learning rate, a table for each task, lag and number of updates.
 
-    With `details` a table for each learning rate too, of everything else that was measured.
+    With `against`, a method, also what it is less that method's, seed by seed: of the seeds that both have. With
+    `details` a table for each learning rate too, of everything else that was measured.
     """
-    found = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))  # setting, lr, method: summaries
+    found = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))  # setting, lr, method, seed: summary
     for name, cell in cells.items():
         if (results / f"{name}.csv").exists():
             setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
             setting += f", then {cell['then']}" if cell["then"] else ""
-            found[setting][cell["lr"]][cell["method"]].append(summary(results / f"{name}.csv"))
+            found[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(results / f"{name}.csv")
     lines = []
     for setting, unsorted in found.items():
         by_lr = dict(sorted(unsorted.items()))
         methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
-        rows = [[m, *(mean_and_error([s["reward"] for s in by_lr[lr][m]]) for lr in by_lr)] for m in methods]
+        rewards = {m: {lr: {seed: s["reward"] for seed, s in by_lr[lr][m].items()} for lr in by_lr} for m in methods}
+        columns = {f"lr {lr:g}": [mean_and_error([*rewards[m][lr].values()]) for m in methods] for lr in by_lr}
+        for lr in by_lr if against in methods else ():
+            theirs = rewards[against][lr]
+            pairs = [[x - theirs[seed] for seed, x in rewards[m][lr].items() if seed in theirs] for m in methods]
+            columns[f"lr {lr:g}, less {against}"] = [mean_and_error(differences) for differences in pairs]
         lines += [f"{setting}: reward of the last {LAST} rollouts, mean \u00b1 standard error (seeds)", ""]
-        lines += markdown(["method", *(f"lr {lr:g}" for lr in by_lr)], rows)
+        lines += markdown(["method", *columns], [*zip(methods, *columns.values(), strict=True)])
         for lr in by_lr if details else ():
             columns, done = ("reward", "pass1", "pass16", "greedy", *DETAILS), [m for m in methods if by_lr[lr][m]]
-            rows = [[m, *(f"{fmean(s[c] for s in by_lr[lr][m]):.3f}" for c in columns)] for m in done]
+            rows = [[m, *(f"{fmean(s[c] for s in by_lr[lr][m].values()):.3f}" for c in columns)] for m in done]
             lines += [f"{setting}, lr {lr:g}", "", *markdown(["method", *columns], rows)]
     return lines
 
@@ -162,6 +168,7 @@ def main() -> None:
     parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name matches (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
+    parser.add_argument("--against", default="", metavar="METHOD", help="table: differences from it, seed by seed")
     parser.add_argument("--details", action="store_true", help="tables of all that was measured")
     parser.add_argument("--study", type=Path, default=HERE / "study.toml")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -170,7 +177,7 @@ def main() -> None:
     if not cells:
         parser.error(f"--cells {args.cells!r} matches none of the study's cells")
     if args.command == "table":
-        print("\n".join(tables(cells, args.results, args.details)))
+        print("\n".join(tables(cells, args.results, args.against, args.details)))
     elif run(cells, args.results, args.jobs):
         sys.exit(1)
 
