@@ -1,0 +1,59 @@
+"""A run that is resumed goes on as if nothing had happened."""
+
+import shutil
+
+import pipeline
+import pytest
+import recordings
+import torch
+
+QUICKER = {"TORCHDYNAMO_DISABLE": "1"}  # a step would wait for compilers, and here for nothing else
+
+
+@pytest.mark.pipeline
+def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
+    directory = pipeline.make_model(tmp_path, num_prompts=64)
+    flags = pipeline.flags(
+        directory,
+        policy_loss="bapo",
+        algo__advantage__estimator="gae",
+        critic__adam__lr=1e-3,
+        actor__lr_scheduler="cosine_with_min_lr",
+        actor__lr_warmup_ratio=0.1,
+        data__max_samples=64,
+        ckpt__save_steps=1,
+        ckpt__max_num=9,
+        replay__ratio=1,
+        replay__max_reuse=4,
+        train__full_determinism_enable=True,
+        train__micro_batch_size=16,
+    )
+    recorder = recordings.environment(directory / "unbroken") | QUICKER
+    unbroken = pipeline.train(directory, flags, "unbroken", **recorder)
+    # What a machine leaves that dies after the second step.
+    for part in ("_actor", "_critic", "_replay"):
+        for step in (3, 4):
+            shutil.rmtree(directory / "ckpt" / part / f"global_step{step}")
+    for part in ("_actor", "_critic"):
+        (directory / "ckpt" / part / "latest").write_text("global_step2")
+
+    recorder = recordings.environment(directory / "resumed", start=1) | QUICKER  # it publishes the saved weights first
+    resumed = pipeline.train(directory, [*flags, "--ckpt.load_enable"], "resumed", **recorder)
+    expected, found = (
+        [{name: value for name, value in step.items() if not name.startswith("timing/")} for step in steps]
+        for steps in (pipeline.steps(unbroken)[2:], pipeline.steps(resumed))
+    )
+    assert len(expected) == 2 and all(step["replay/groups_sampled"] for step in expected)
+    # OpenRLHF logs beside every micro-batch the critic's norm of the optimizer step before, which a new process lacks.
+    expected[0].pop("critic_grad_norm"), found[0].pop("critic_grad_norm")
+    for of_unbroken, of_resumed in zip(expected, found, strict=True):
+        # vLLM's last bits follow from which requests it has together; nothing else that is logged is made of them.
+        for step in (of_unbroken, of_resumed):
+            step["offpolicy/engine_mismatch"] = round(step["offpolicy/engine_mismatch"], 5)
+        assert of_unbroken == of_resumed
+    for model in ("actor", "critic"):
+        whole, rest = (recordings.trained_on(directory / name, model) for name in ("unbroken", "resumed"))
+        later = whole["version"] >= 2
+        assert rest.keys() == whole.keys() and later.sum() == len(rest["version"]) > 2 * 64
+        for name, values in rest.items():
+            torch.testing.assert_close(values, whole[name][later], rtol=0, atol=0, equal_nan=True)
