@@ -56,4 +56,5 @@ def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
         later = whole["version"] >= 2
         assert rest.keys() == whole.keys() and later.sum() == len(rest["version"]) > 2 * 64
         for name, values in rest.items():
-            torch.testing.assert_close(values, whole[name][later], rtol=0, atol=0, equal_nan=True)
+            close = recordings.CLOSE if name == "rollout_log_probs" else 0
+            torch.testing.assert_close(values, whole[name][later], rtol=0, atol=close, equal_nan=True)
