@@ -1,11 +1,14 @@
 """A run that is resumed goes on as if nothing had happened."""
 
 import shutil
+from argparse import Namespace
 
 import pipeline
 import pytest
 import recordings
 import torch
+
+from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
 
 QUICKER = {"TORCHDYNAMO_DISABLE": "1"}  # a step would wait for compilers, and here for nothing else
 
@@ -58,3 +61,16 @@ def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
         for name, values in rest.items():
             close = recordings.CLOSE if name == "rollout_log_probs" else 0
             torch.testing.assert_close(values, whole[name][later], rtol=0, atol=close, equal_nan=True)
+
+
+def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_the_whole_one(tmp_path):
+    for group, latest in (("_actor", 4), ("_critic", 6)):
+        for step in (2, 4, 6, 10):
+            (tmp_path / group / f"global_step{step}").mkdir(parents=True)
+        (tmp_path / group / "latest").write_text(f"global_step{latest}")
+    use_checkpoint(Namespace(**{"ckpt.path": tmp_path, "ckpt.resume_from": "global_step2"}))
+    left = {folder.relative_to(tmp_path).as_posix() for folder in tmp_path.glob("*/global_step*")}
+    # What is whole stays, resumed or not.
+    steps = {"_actor": (2, 4), "_critic": (2, 4, 6)}
+    assert left == {f"{group}/global_step{step}" for group, of_group in steps.items() for step in of_group}
+    assert {file.read_text() for file in tmp_path.glob("*/latest")} == {"global_step2"}
