@@ -329,7 +329,7 @@ class Chaos:
             if not said:
                 attempt.problems.append(f"the last lines do not say {fault.said!r}")
                 attempt.problems += [f"| {line[:200]}" for line in lines]
-            attempt.outcome = attempt.outcome or f"{run.poll()}: {said[0].removeprefix(ENDED) if said else ''}"
+            attempt.outcome = attempt.outcome or f"{run.poll()}: {said[0].rpartition(ENDED)[2] if said else ''}"
         end = time.monotonic() + 90
         while (left := [process for process in processes if is_left(process)]) and time.monotonic() < end:
             time.sleep(0.5)
