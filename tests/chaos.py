@@ -31,7 +31,7 @@ import psutil
 
 BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
-PATIENCE = 420  # seconds until a run that neither steps nor ends is stuck
+PATIENCE = 600  # seconds until a run that neither steps nor ends is stuck
 SERVER_AWAY = 20  # seconds
 
 ENDED = "openrlhf-bapo: the run has ended: "
