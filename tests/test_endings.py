@@ -155,7 +155,7 @@ def test_a_process_that_is_killed_is_the_last_thing_said(tmp_path, kill, said):
 @pytest.mark.pipeline
 def test_sigterm_and_ctrl_c_finish_the_step_save_it_and_a_resumed_run_goes_on_from_there(tmp_path):
     directory = pipeline.make_model(tmp_path)
-    with Run(directory) as run:
+    with Run(directory, train__async_enable=True, train__async_queue_size=2) as run:  # and resumed without
         run.wait_for("step    2")
         os.kill(run.process.pid, signal.SIGTERM)  # the script alone, as Kubernetes does
         code, lines = run.end()
@@ -169,6 +169,46 @@ def test_sigterm_and_ctrl_c_finish_the_step_save_it_and_a_resumed_run_goes_on_fr
     second = last_step(lines)
     assert code == 130 and second > first and f"step {first:4}" not in "\n".join(lines)
     assert_says(lines, directory, f"SIGINT, after step {second}", step=str(second))
+
+
+@pytest.mark.pipeline
+def test_a_signal_while_the_engines_start_ends_the_run_before_its_first_step(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    with Run(directory) as run:
+        pipeline.wait_until(lambda: run.processes("ray::RolloutRayActor"), run.process, directory / "train.log")
+        os.kill(run.process.pid, signal.SIGTERM)
+        code, lines = run.end()
+    assert code == 143
+    assert "the run has ended: SIGTERM, before its first step" in lines[-3] and "nothing is saved" in lines[-2]
+
+
+ENDING = """
+import sys, time, ray
+from openrlhf_bapo.adapter.interrupts import catch_signals
+from openrlhf_bapo.cli import train_ppo_ray
+
+signals = []
+catch_signals(signals, finishes_step=False)
+
+
+def shutdown():
+    print("up", flush=True)
+    time.sleep(600)
+
+
+ray.shutdown = shutdown  # stands for one that takes long
+folders = {"ckpt.path": "none", "ckpt.output_dir": "none", "logger.tensorboard_dir": None, "ckpt.save_steps": 1}
+train_ppo_ray._end(ValueError("the cause"), folders, signals)
+"""
+
+
+def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path):
+    command = [".venv/bin/python", "-c", ENDING]
+    with pipeline.running(command, tmp_path / "log") as process:
+        pipeline.wait_until(lambda: "up" in (tmp_path / "log").read_text(), process, tmp_path / "log")
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    assert "KeyboardInterrupt" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.pipeline

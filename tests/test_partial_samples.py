@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
         self.llm = Namespace(policy_version=0)
         self.lengths, self.random = lengths, random.Random(0)
-        self.is_stopping, self.num_generated = False, Counter()
+        self.is_stopping, self.num_generated, self.names = False, Counter(), []
         names = (
             "grow_responses",
             "generate_responses",
@@ -66,8 +66,9 @@ class ScriptedEngine:
         return Ref(lambda: asyncio.run(grow_responses(self, **request)))
 
     async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
-        from openrlhf_bapo.adapter.vllm_engine import _SEGMENTS
+        from openrlhf_bapo.adapter.vllm_engine import _NAME, _SEGMENTS
 
+        self.names.append(_NAME.get())
         assert params.max_tokens > 0 and params.logprobs == 1
         prompt, kept = prompt_tokens[:4], prompt_tokens[4:]
         assert params.min_tokens == (0 if kept else 1)

@@ -1,5 +1,6 @@
 """What a person sees of a run: a line a step."""
 
+import io
 import subprocess
 import sys
 
@@ -65,3 +66,24 @@ def test_a_warning_is_shown_when_it_comes_and_does_not_explain_an_end(tmp_path):
     warning = "openrlhf-bapo: warning: --eval.steps 5 does nothing without --eval.dataset\n"
     run = follow(tmp_path, warning + "noise\n" * 50)
     assert warning in run.stdout and "ended without a word" in run.stderr
+
+
+BARS = (
+    "(PPOTrainer pid=1) Generate samples:  25%|##5       | 16/64 [00:10<00:30,  1.6it/s, prompts_consumed=64]\n",
+    "(PolicyModelActor pid=2) Train epoch [1/2]:   0%|          | 0/8 [00:00<?, ?it/s]"
+    "Train epoch [1/2]:  12%|#2        | 1/8 [00:07<00:49,  7.1s/it, act_loss=-0.04]\n",
+)
+
+
+def test_a_step_that_takes_minutes_shows_how_far_it_has_come(tmp_path, monkeypatch, capsys):
+    text = "".join(BARS) + STEP + "Loading: 50%|#####     | 1/2 [00:01<00:01]\n"
+    for seconds, lines in (
+        (0, ["  generate samples: 16 of 64 prompts", "  train epoch [1/2]: 1 of 8 micro-batches of a rank"]),
+        (600, []),
+    ):
+        monkeypatch.setattr(progress, "_QUIET_SECONDS", seconds)
+        monkeypatch.setattr(progress.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text + COMPLETE))
+        progress.main(["--log", str(tmp_path / "log")])
+        *shown, step, complete = (line[9:] for line in capsys.readouterr().out.splitlines())
+        assert shown == lines and step == progress.describe(STEP)

@@ -1,11 +1,14 @@
-"""The order of the prompts follows --train.seed, and a resumed run goes on in it."""
+"""The order of prompts and samples, and the samples' seeds, follow --train.seed; a resumed run goes on in them."""
 
+import asyncio
 import json
+from argparse import Namespace
 
 import pipeline
 import pytest
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
+from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, without_ray  # noqa: F401
 
 NUM_PROMPTS = 50
 
@@ -51,3 +54,77 @@ def test_a_resumed_run_goes_on_with_the_order_of_the_unbroken_one_in_the_next_ep
     resumed.load_state_dict(state)
     assert order(resumed) == rest
     assert order(resumed) == order(unbroken)
+
+
+def requests(generator) -> list[str | None]:
+    """What names the requests' random numbers, of all since the last call."""
+    found = [name for engine in generator.vllm_engines for name in engine.names]
+    for engine in generator.vllm_engines:
+        engine.names.clear()
+    return found
+
+
+DETERMINISTIC = dict(partial__token_budget=0, train__full_determinism_enable=True, train__seed=7)
+
+
+def test_samples_are_in_their_prompts_order_whichever_is_there_first_and_named_by_their_place(tmp_path):
+    generator = make_generator(pipeline.make_model(tmp_path), **DETERMINISTIC)
+    generator.prompts_dataloader = [([""], [f"{n:03}="], [str(n)], [None]) for n in range(20)]
+    for step in range(5):
+        samples, *_ = generator.generate_samples(**GENERATE)
+        places = range(4 * step, 4 * step + 4)
+        assert labels(samples) == [*places]
+        assert sorted(requests(generator)) == sorted(f"7 {n} {i}" for n in places for i in range(NUM_SAMPLES))
+
+
+def test_an_evaluation_changes_no_name_and_has_names_of_its_own(tmp_path):
+    generator = make_generator(pipeline.make_model(tmp_path), **DETERMINISTIC)
+    generator.eval_dataloader = generator.prompts_dataloader
+    named = []
+    for _ in range(2):
+        generator.generate_samples(**GENERATE)
+        generator.generate_eval_samples(**GENERATE)
+        generator.generate_eval_samples(**GENERATE)
+        named.append(requests(generator))
+    assert sorted(named[1])[-12:] == sorted(f"7 {n} {i}" for n in range(4, 8) for i in range(NUM_SAMPLES))
+    assert not set(named[0]) & set(named[1]) and all(len(names) == (4 + 2 * 20) * NUM_SAMPLES for names in named)
+
+
+def test_without_determinism_the_engines_own_random_numbers_are_used(tmp_path):
+    generator = make_generator(pipeline.make_model(tmp_path), partial__token_budget=0)
+    generator.generate_samples(**GENERATE)
+    assert requests(generator) == [None] * 4 * NUM_SAMPLES
+
+
+def test_every_segment_of_every_response_has_a_name_of_its_own(tmp_path):
+    flags = DETERMINISTIC | dict(partial__token_budget=3)
+    generator = make_generator(pipeline.make_model(tmp_path), lengths=[14] * 20, **flags)
+    generator.generate_samples(**GENERATE)
+    names = requests(generator)
+    assert len(names) == len(set(names)) and {f"7 0 {i} {kept}" for i in range(3) for kept in range(0, 14, 3)} < {
+        *names
+    }
+
+
+def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the_same():
+    from openrlhf_bapo.adapter.vllm_engine import _NAME, _SEGMENTS, VersionedEngine
+
+    seeds = []
+
+    class Engine:
+        async def generate(self, prompt, sampling_params, request_id):
+            seeds.append(sampling_params.seed)
+            return
+            yield
+
+    async def call(name: str | None) -> None:
+        _NAME.set(name)
+        _SEGMENTS.set([])
+        for _ in range(2):  # an agent's turns
+            async for _ in VersionedEngine(Engine()).generate([], Namespace(seed=None), request_id=""):
+                pass
+
+    for name in ("7 0 0", "7 0 1", "7 1 0", "8 0 0", "7 0 0", None):
+        asyncio.run(call(name))
+    assert seeds[8:10] == seeds[:2] and seeds[10:] == [None, None]
+    assert len(set(seeds[:8])) == 8 and all(0 <= seed < 2**63 for seed in seeds[:8])

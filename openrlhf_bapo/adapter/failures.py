@@ -41,7 +41,7 @@ def describe_failure(error: BaseException, args: dict, signals: list[int]) -> li
         signals: those that came before it.
     """
     folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
-    full = [name for folder in folders if folder and (name := _full_disk(folder))]
+    full = [name for folder in folders if folder and (name := _full_disk(folder, args))]
     cause, names = _in_words(_innermost(error)), [signal.Signals(number).name for number in signals]
     return [f"the run has ended: {'; '.join([', '.join([*names, cause]), *dict.fromkeys(full)])}", _what_is_saved(args)]
 
@@ -83,12 +83,29 @@ def _process(text: str) -> str:
     return PROCESSES.get(name, "a Ray actor") + (f" ({', '.join(which)})" if which else "")
 
 
-def _full_disk(folder: str) -> str:
+def nearest_folder(folder: str | Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
     there = Path(folder).absolute()
     while not there.exists():
         there = there.parent
-    free = shutil.disk_usage(there).free
-    return f"the disk of {there} is full ({free:,} bytes free)" if free < _LITTLE_SPACE else ""
+    return there
+
+
+def _full_disk(folder: str, args: dict) -> str:
+    there = nearest_folder(folder)
+    if (free := shutil.disk_usage(there).free) >= _LITTLE_SPACE:
+        return ""
+    needed = _checkpoint_bytes(args) if folder == args["ckpt.path"] else None
+    return f"the disk of {there} is full ({free:,} bytes free{f'; a checkpoint takes {needed:,}' if needed else ''})"
+
+
+def _checkpoint_bytes(args: dict) -> int | None:
+    """Of the newest whole checkpoint with our state beside it; None if there is none."""
+    latest = Path(args["ckpt.path"], "_actor", "latest")
+    if not latest.is_file():
+        return None
+    files = Path(args["ckpt.path"]).glob(f"*/{latest.read_text().strip()}/**/*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _what_is_saved(args: dict) -> str:

@@ -105,6 +105,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             return []
         prompts, labels, _, self.pool.exhausted = samples_generator._collect_prompt_batch(self._prompts, num_groups)
         self._num_prompts += len(prompts)
+        self.num_prompts += len(prompts)
         size = self.args.rollout.n_samples_per_prompt
         return [self.pool.start(prompt, label, size) for prompt, label in zip(prompts, labels, strict=True)]
 
@@ -158,12 +159,12 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             skip_special_tokens=generate_kwargs.get("skip_special_tokens", False),
         )
         return engine.grow_responses.remote(
-            prompt=group.prompt,
+            prompt=(group.key, group.prompt),
             label=group.label,
             sampling_params=sampling_params,
             max_length=generate_kwargs.get("max_len", 2048),
             hf_tokenizer=self.tokenizer,
-            kept_tokens=[response.tensors["tokens"].tolist() for response in responses],
+            kept_tokens={group.responses.index(r): r.tensors["tokens"].tolist() for r in responses},
             budget=budget,
         )
 

@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import shutil
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from openrlhf_bapo.adapter.checks import clashes, gpu_groups
+from openrlhf_bapo.adapter.failures import nearest_folder
 from openrlhf_bapo.planning.memory import (
     KNOWN_SHAPES,
     EngineSetup,
@@ -16,6 +18,7 @@ from openrlhf_bapo.planning.memory import (
     Term,
     TrainingSetup,
     check_fit,
+    checkpoint_terms,
     colocated_phases,
     dynamic_batch_tokens,
     engine_phase,
@@ -28,9 +31,6 @@ from openrlhf_bapo.planning.memory import (
 from openrlhf_bapo.planning.time import rollout_seconds, step_flops
 
 GIB = 2**30
-CHECKPOINT_BYTES_PER_PARAMETER = 14
-"""bf16 weights, and AdamW's fp32 weights and two moments."""
-
 _SMALLER_SAMPLES = (
     "raise --ds.ring_attn_size, or lower --{0}.max_tokens_per_gpu, --{0}.micro_batch_size or --data.max_len"
 )
@@ -132,9 +132,10 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
             f"are left for KV, not enough for one sequence of --data.max_len {args.data.max_len}; raise it, or "
             f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}"
         )
-    if args.ckpt.save_steps > 0 and not args.ckpt.disable_ds:
-        size = CHECKPOINT_BYTES_PER_PARAMETER * shape.num_parameters / GIB
-        plan.facts["checkpoints on disk"] = f"{args.ckpt.max_num} of {size:,.0f} GiB"
+    for flag, terms in disk_terms(args, shape).items():
+        size = sum(term.bytes for term in terms) / GIB
+        parts = "; ".join(f"{term.name} {term.bytes / GIB:,.1f} GiB = {term.formula}" for term in terms)
+        plan.facts[f"disk, {flag}"] = f"{size:,.1f} GiB ({parts}); free here: {_room(flag, args)[1] / GIB:,.1f} GiB"
 
     if shares_gpus:
         plan.phases["every GPU"] = colocated_phases(shape, setup, engine, gpu_bytes)
@@ -151,11 +152,47 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
             )
     plan.host = host_terms(shape, setup, engine if shares_gpus else None)
     if args.replay.ratio:
-        # Beside the pool's own: returns, the engine's log-probs, with a KL loss the reference's, with GAE values.
-        columns = 2 + (args.algo.kl.use_loss and args.algo.kl.init_coef > 0) + bool(args.critic.model_name_or_path)
-        group = args.rollout.n_samples_per_prompt
-        plan.host.append(replay_term(args.replay.capacity, group, args.data.max_len, columns))
+        plan.host.append(_full_pool(args))
     return plan
+
+
+def _full_pool(args: Namespace) -> Term:
+    # Beside the pool's own: returns, the engine's log-probs, with a KL loss the reference's, with GAE values.
+    columns = 2 + (args.algo.kl.use_loss and args.algo.kl.init_coef > 0) + bool(args.critic.model_name_or_path)
+    return replay_term(args.replay.capacity, args.rollout.n_samples_per_prompt, args.data.max_len, columns)
+
+
+def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
+    """What a run writes, by the flag of its folder; a critic counts as a model of the actor's size.
+
+    A best checkpoint, models in Hugging Face's format beside the checkpoints, and unfinished responses come on top.
+    """
+    n = shape.num_parameters
+    terms = {"--ckpt.output_dir": [Term("the model", 2 * n, f"{n:,} parameters x 2 bytes")]}
+    if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
+        models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
+        pool = _full_pool(args) if args.replay.ratio else None
+        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, pool)
+    return terms
+
+
+def _room(flag: str, args: Namespace) -> tuple[Path, int]:
+    """The folder of a flag, and the bytes there for it: those free on its disk, and those of what a run replaces."""
+    of_checkpoints = flag == "--ckpt.path"
+    folder = Path(args.ckpt.path if of_checkpoints else args.ckpt.output_dir)
+    replaced = (file for file in folder.glob("_*/**/*" if of_checkpoints else "*") if file.is_file())
+    return folder, shutil.disk_usage(nearest_folder(folder)).free + sum(file.stat().st_size for file in replaced)
+
+
+def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
+    """A line for every folder whose disk, on this machine, is too small for what a run writes to it."""
+    found = []
+    for flag, terms in disk_terms(args, shape).items():
+        folder, room = _room(flag, args)
+        if (needed := sum(term.bytes for term in terms)) > room:
+            of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints" if flag == "--ckpt.path" else ""
+            found.append(f"{flag} {folder}: a run writes {needed:,} bytes{of}, and {room:,} are free")
+    return found
 
 
 def training_setup(args: Namespace) -> TrainingSetup:

@@ -25,6 +25,8 @@ def register() -> None:
     no Ray workers are reached in no other way.
     """
     wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
+    for model in ("actor", "critic"):
+        wrapt.register_post_import_hook(_shuffle_by_step, f"openrlhf.trainer.ray.ppo_{model}")
     wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
     wrapt.register_post_import_hook(_use_experience, "openrlhf.trainer.ppo_utils.experience")
     wrapt.register_post_import_hook(_note_versions, "openrlhf.trainer.ray.vllm_engine")
@@ -37,6 +39,26 @@ def register() -> None:
 
 def _use_actor_trainer(_: ModuleType) -> None:
     importlib.import_module("openrlhf_bapo.adapter.actor_trainer")  # puts itself in place
+
+
+def _shuffle_by_step(ray_actors: ModuleType) -> None:
+    """Let the order in which a model's samples make micro-batches follow from the seed and the optimizer steps so far.
+
+    OpenRLHF's is drawn from the process's random numbers, which begin anew when a run is resumed.
+    """
+    model = ray_actors.__name__.rpartition("_")[2]
+    trainer = getattr(ray_actors, f"{model.title()}PPOTrainer")
+    upstream = trainer.ppo_train
+
+    @functools.wraps(upstream)
+    def ppo_train(self, *args, **kwargs) -> dict:
+        import torch
+
+        engine = self.actor.model if model == "actor" else self.critic
+        torch.manual_seed(self.args.train.seed + engine.global_steps)
+        return upstream(self, *args, **kwargs)
+
+    trainer.ppo_train = ppo_train
 
 
 def _use_experience(_: ModuleType) -> None:

@@ -131,25 +131,35 @@ def _saved_tags(args: Namespace) -> list[str]:
     actors = Path(args.ckpt.path, "_actor")
     if (latest := _latest(actors)) is None:
         return []
-
-    def step(tag: str) -> int:
-        return int(re.search(r"\d*$", tag)[0] or -1)
-
     tags = {file.parent.name for file in actors.glob("*/*model_states.pt")} | {latest}
     if args.critic.model_name_or_path and (of_critic := _latest(actors.parent / "_critic")):
         # Written side by side: of a run that was killed meanwhile one may be ahead.
         tags = {tag for tag in tags if any((actors.parent / "_critic" / tag).glob("*model_states.pt"))}
-        latest = min(latest, of_critic, key=step)
-    return sorted((tag for tag in tags if step(tag) <= step(latest)), key=lambda tag: (step(tag), tag == latest))[::-1]
+        latest = min(latest, of_critic, key=_step)
+    tags = {tag for tag in tags if _step(tag) <= _step(latest)}
+    return sorted(tags, key=lambda tag: (_step(tag), tag == latest))[::-1]
+
+
+def _step(tag: str) -> int:
+    return int(re.search(r"\d*$", tag)[0] or -1)
 
 
 def use_checkpoint(args: argparse.Namespace) -> None:
-    """Let OpenRLHF resume what `find_whole_checkpoint` has found: it goes by its files `latest`."""
+    """Let OpenRLHF resume what `find_whole_checkpoint` has found: it goes by its files `latest`.
+
+    What it was writing when the run was killed is removed. It would count as one of `--ckpt.max_num`, and of two the
+    whole one is the older, which OpenRLHF removes before it writes the next.
+    """
     if (tag := vars(args)["ckpt.resume_from"]) is None:
         return
     for group in ("_actor", "_critic"):
         folder = Path(vars(args)["ckpt.path"], group)
-        if _latest(folder) not in (None, tag):
+        if (latest := _latest(folder)) is None:
+            continue
+        for torn in folder.glob("global_step*"):
+            if _step(torn.name) > _step(latest):
+                shutil.rmtree(torn)
+        if latest != tag:
             (folder / "latest.part").write_text(tag)
             (folder / "latest.part").replace(folder / "latest")
 

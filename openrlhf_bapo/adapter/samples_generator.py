@@ -13,13 +13,38 @@ _SamplingParams = samples_generator.SamplingParams
 
 
 class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
-    """Upstream's; with any of our off-policy features on, every sample knows where its tokens come from."""
+    """Upstream's; with any of our off-policy features on, every sample knows where its tokens come from.
+
+    Samples come in the order of their prompts, whichever was there first; with `--train.full_determinism_enable` each
+    is drawn with a seed that follows from `--train.seed` and the prompt's place in the run.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        if is_off_policy(self.args):
-            # Upstream asks for log-probs only for its own IS correction, and offers no other way in.
-            samples_generator.SamplingParams = lambda **params: _SamplingParams(**params | {"logprobs": 1})
+        self.num_prompts = 0
+        """Prompts drawn for training so far, those before a resume included."""
+        # Upstream asks for log-probs only for its own IS correction, and offers no other way in.
+        ours = {"logprobs": 1} if is_off_policy(self.args) else {}
+        if self.args.train.full_determinism_enable:
+            ours["seed"] = self.args.train.seed
+        samples_generator.SamplingParams = lambda **params: _SamplingParams(**params | ours)
+
+    def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
+        """As upstream's; the prompts have places of their own, which follow from how far training has come."""
+        drawn, self.num_prompts = self.num_prompts, -(self.num_prompts + 1) << 32
+        try:
+            return super().generate_eval_samples(**generate_kwargs)
+        finally:
+            self.num_prompts = drawn
+
+    def _generate_vllm(self, *args, **kwargs) -> tuple[list[Experience], int, bool]:
+        experiences, *rest = super()._generate_vllm(*args, **kwargs)
+        return [*sorted(experiences, key=lambda experience: experience.place)], *rest
+
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], *args, **kwargs) -> list:
+        placed = [*enumerate(prompts, start=self.num_prompts)]
+        self.num_prompts += len(prompts)
+        return super()._dispatch_prompts_to_vllm(placed, *args, **kwargs)
 
     def _process_response_into_experience(self, response: dict, **generate_kwargs) -> Experience:
         response = response | {name: _first(response[name]) for name in ("reward", "scores")}
@@ -32,6 +57,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
                 f"{response['reward']!r}: {why}"
             )
         experience = super()._process_response_into_experience(response, **generate_kwargs)
+        experience.place = response.get("place")
         if is_off_policy(self.args):
             versions = torch.zeros(len(response["observation_tokens"]), dtype=torch.int32)
             for (start, end), segment in zip(response["action_ranges"], response["versions"], strict=True):

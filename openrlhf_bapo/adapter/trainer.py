@@ -21,9 +21,12 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         # The async module imports it from here, when this has already been done.
         trainer_module.prepare_datasets = _with_replayed_steps_in_the_seeds_order(trainer_module.prepare_datasets)
+        of_sync = trainer_module.PPOTrainer.__ray_metadata__.modified_class
+        of_sync.init_checkpoint_states = _counting_on_from_checkpoint(of_sync.init_checkpoint_states)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
+        generator.fit = _counting_on_from_checkpoint_async(generator.fit)
     # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
@@ -47,6 +50,25 @@ def _with_replayed_steps_in_the_seeds_order(prepare_datasets):
         return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
 
     return prepare
+
+
+def _counting_on_from_checkpoint(init_checkpoint_states):
+    @functools.wraps(init_checkpoint_states)
+    def counting_on(self) -> dict:
+        states = init_checkpoint_states(self)
+        self.samples_generator.num_prompts = states["total_consumed_prompts"]
+        return states
+
+    return counting_on
+
+
+def _counting_on_from_checkpoint_async(fit):
+    @functools.wraps(fit)
+    def counting_on(self, episode: int, total_consumed_prompts: int) -> None:
+        self.samples_generator.num_prompts = total_consumed_prompts
+        fit(self, episode, total_consumed_prompts)
+
+    return counting_on
 
 
 def _after(trainer: type, name: str, action) -> None:

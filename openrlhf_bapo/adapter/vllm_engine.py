@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import random
 import time
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +19,9 @@ import torch
 
 # The versions of every `generate` call of the response that the running task makes, one list a call.
 _SEGMENTS = contextvars.ContextVar("segments")
+
+# What names that response in the run, and its sampling's seed follows from; None: the engine's own random numbers.
+_NAME = contextvars.ContextVar("name", default=None)
 
 
 class VersionedEngine:
@@ -31,11 +35,14 @@ class VersionedEngine:
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
-    async def generate(self, *args, **kwargs):
+    async def generate(self, prompt, sampling_params, **kwargs):
         """As vLLM's, whose outputs are cumulative."""
-        versions = []
-        _SEGMENTS.get().append(versions)
-        async for output in self._engine.generate(*args, **kwargs):
+        versions, segments = [], _SEGMENTS.get()
+        if (name := _NAME.get()) is not None:
+            # An agent's turns are calls of one response, and must not have the same random numbers.
+            sampling_params.seed = random.Random(f"{name} {len(segments)}").getrandbits(62)
+        segments.append(versions)
+        async for output in self._engine.generate(prompt, sampling_params, **kwargs):
             num_new = len(output.outputs[0].token_ids) - len(versions)
             versions.extend([self.policy_version] * num_new)
             yield output
@@ -88,11 +95,17 @@ def _counting_updates(update_weight):
 async def generate_responses(
     self, prompt, label, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
 ) -> list[dict]:
-    """As `RolloutRayActor.generate_responses`; a response also has "versions", one list an action range."""
+    """As `RolloutRayActor.generate_responses`; a response also has "versions", one list an action range.
 
-    async def respond() -> dict:
+    `prompt` may be a pair, with the prompt's place in the run first: it comes back as the response's "place", and with
+    a seed in `sampling_params` each sample gets one of its own, made of this seed, the place and the sample's index.
+    """
+    place, prompt = prompt if isinstance(prompt, tuple) else (None, prompt)
+
+    async def respond(index: int) -> dict:
         segments = []
         _SEGMENTS.set(segments)  # a task has a context of its own
+        _NAME.set(_name(sampling_params, place, index))
         response = await self.executor.execute(
             prompt=prompt,
             label=label,
@@ -106,9 +119,13 @@ async def generate_responses(
         # An agent that brings tokens from elsewhere has them from no version; they count as made now.
         made_here = [len(versions) for versions in segments] == lengths
         response["versions"] = segments if made_here else [[self.llm.policy_version] * n for n in lengths]
-        return response
+        return response | {"place": place}
 
-    return await asyncio.gather(*(respond() for _ in range(num_samples)))
+    return await asyncio.gather(*map(respond, range(num_samples)))
+
+
+def _name(sampling_params, *parts) -> str | None:
+    return None if sampling_params.seed is None else " ".join(map(str, (sampling_params.seed, *parts)))
 
 
 class _Unfinished(Exception):
@@ -152,12 +169,20 @@ class _Piece:
 
 
 async def grow_responses(
-    self, prompt, label, sampling_params, max_length: int, hf_tokenizer, kept_tokens: list[list[int]], budget: int
+    self,
+    prompt,
+    label,
+    sampling_params,
+    max_length: int,
+    hf_tokenizer,
+    kept_tokens: dict[int, list[int]],
+    budget: int,
 ) -> list[dict]:
     """Let every response to a prompt grow by at most `budget` tokens; a reward is asked for when a response is whole.
 
     Args:
-        kept_tokens: of every response so far, [] for a new one.
+        prompt: a pair, as in `generate_responses`; a seed also follows from what is kept of a response.
+        kept_tokens: of every response so far, by its index among those to the prompt, [] for a new one.
         budget: 0 to end every response where it is, as truncated.
 
     Returns:
@@ -166,8 +191,11 @@ async def grow_responses(
         and "ended", when it stopped growing, in seconds since 1970.
     """
 
-    async def grow(kept: list[int]) -> dict:
+    place, prompt = prompt
+
+    async def grow(index: int, kept: list[int]) -> dict:
         piece, outcome = _Piece(self, kept, budget), None
+        _NAME.set(_name(sampling_params, place, index, len(kept)))
         try:
             response = await self.executor.execute(
                 prompt=prompt,
@@ -184,7 +212,7 @@ async def grow_responses(
         found = {name: getattr(piece, name) for name in ("prompt_tokens", "tokens", "log_probs", "versions")}
         return found | {"outcome": outcome, "ended": time.time()}
 
-    return await asyncio.gather(*map(grow, kept_tokens))
+    return await asyncio.gather(*(grow(index, kept) for index, kept in kept_tokens.items()))
 
 
 async def stop_growing(self) -> None:

@@ -8,7 +8,8 @@ import textwrap
 from types import SimpleNamespace
 
 from openrlhf_bapo.adapter.flags import exit_with_one_line
-from openrlhf_bapo.adapter.plan import GIB, Machine, Plan, make_plan, read_shape
+from openrlhf_bapo.adapter.input_files import warn
+from openrlhf_bapo.adapter.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {
     "gpu_memory": "of one GPU, in GiB",
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> None:
         print(f"OpenRLHF: {remark}")
     plan = make_plan(args, shape, Machine(**ours))
     print(describe(plan, ours["gpu_memory"]))
+    for warning in disk_warnings(args, shape):
+        warn(warning)
     if plan.problems:
         sys.exit(1)
 

@@ -1,4 +1,7 @@
-"""Follows a training run: keeps its whole output in a file, shows one line per step and per evaluation."""
+"""Follows a training run: keeps its whole output in a file, shows one line per step and per evaluation.
+
+Where a step takes minutes, a line a minute says how far it has come.
+"""
 
 import argparse
 import ast
@@ -11,6 +14,11 @@ import time
 # As OpenRLHF's trainers log them (trainer/ppo_trainer.py and ppo_trainer_async.py).
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")
 _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at step) (\d+)(?:, eval_metrics)?: (\{.*\})")
+_BAR = re.compile(r"(Generate samples|Train epoch \[\d+/\d+\]): +\d+%\|[^|]*\| (\d+/\d+) \[")  # tqdm's
+_BARS = {"Generate samples": "prompts", "Train epoch": "micro-batches of a rank"}
+_QUIET_SECONDS = 60
+"""After which a step's progress is shown."""
+
 _COLUMNS = {
     "reward": "rollout/reward_mean",
     "entropy": "entropy_loss",
@@ -39,6 +47,15 @@ def describe(line: str) -> str | None:
     return None
 
 
+def describe_bar(line: str) -> str | None:
+    """How far a step has come, from a line with OpenRLHF's bars, or None; the last one holds."""
+    if not (bars := _BAR.findall(line)):
+        return None
+    name, done = bars[-1]
+    what = next(what for bar, what in _BARS.items() if name.startswith(bar))
+    return f"  {name[0].lower()}{name[1:]}: {done.replace('/', ' of ')} {what}"
+
+
 def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
     """(global step, pass rates by name) of a line that reports an evaluation, else None."""
     if match := _EVALUATION.search(line):
@@ -56,7 +73,8 @@ def main(argv: list[str]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the command decides when the output ends
-    start, last, finished_steps = time.monotonic(), collections.deque(maxlen=_LINES_AT_FAILURE), 0
+    start = shown_at = time.monotonic()
+    last, finished_steps = collections.deque(maxlen=_LINES_AT_FAILURE), 0
     evaluations, is_complete = [], False
     with open(args.log, "w") as log:
         for line in sys.stdin:
@@ -65,6 +83,8 @@ def main(argv: list[str]) -> None:
             last.append(line)
             is_complete |= line.startswith(_COMPLETE)
             shown = describe(line)
+            if shown is None and time.monotonic() - shown_at >= _QUIET_SECONDS:
+                shown = describe_bar(line)
             if shown is None:
                 continue
             if evaluation := accuracy(line):
@@ -73,7 +93,8 @@ def main(argv: list[str]) -> None:
                 finished_steps += 1
                 if (finished_steps - 1) % args.every:
                     continue
-            print(f"[{time.monotonic() - start:4.0f} s] {shown}", flush=True)
+            shown_at = time.monotonic()
+            print(f"[{shown_at - start:4.0f} s] {shown}", flush=True)
     if not is_complete:
         if not any(line.startswith(_OURS) for line in last):
             print(

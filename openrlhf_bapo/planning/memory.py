@@ -36,6 +36,9 @@ VLLM_SEQUENCES = 128
 REPLAY_BYTES_PER_TOKEN = 17
 """tokens 4, action_mask 1, behaviour_log_probs 4, versions 4, advantages 4 (`replay_pool.SAMPLE_DTYPES`)."""
 
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+"""bf16 weights, and AdamW's fp32 weights and two moments."""
+
 PROCESS_BYTES = 2**30
 """CUDA context, NCCL and cuBLAS buffers of one process on a GPU: an estimate, not derived."""
 
@@ -626,3 +629,21 @@ def replay_term(capacity: int, samples_per_group: int, tokens_per_sample: int, n
     per_token = REPLAY_BYTES_PER_TOKEN + 4 * num_extra_columns
     counts = f"{capacity:,} groups x {samples_per_group} samples x {tokens_per_sample:,} tokens"
     return Term("replay pool", tokens * per_token, f"{counts} x {per_token} bytes")
+
+
+def checkpoint_terms(num_parameters: dict[str, int], num_kept: int, replay: Term | None = None) -> list[Term]:
+    """On disk, checkpoints as DeepSpeed writes them, and our replay pool beside each.
+
+    Args:
+        num_parameters: of every model that is trained, by its name.
+        num_kept: checkpoints that are there at the same time.
+        replay: a full pool. While one is written anew the one that it replaces is still there.
+    """
+    per_parameter = CHECKPOINT_BYTES_PER_PARAMETER
+    terms = [
+        Term(name, num_kept * n * per_parameter, f"{num_kept} x {n:,} parameters x {per_parameter} bytes")
+        for name, n in num_parameters.items()
+    ]
+    if replay is not None:
+        terms.append(Term(replay.name, (num_kept + 1) * replay.bytes, f"{num_kept + 1} x {replay.formula}"))
+    return terms

@@ -1,0 +1,401 @@
+"""Training under faults that are drawn at random, and an account of what became of every prompt. See scripts/chaos.sh.
+
+A tiny model is trained with replay and a token budget, with checkpoints on a small disk and rewards from a server that
+this process holds. A fault hits the run a few training steps after its start; what ends it is resumed with the same
+command and --ckpt.load_enable. A run goes on after a fault if it makes three steps more.
+
+The steps that count are those that led to the last checkpoint: a step that was made again after a resume counts once.
+Over them every prompt must have been trained on once, or dropped for a counted reason, or wait in the checkpoint; each
+step must have begun with the version, the optimizer steps and the pool that the one before it left; the learning-rate
+schedule must have made as many steps as the optimizer; the saved pool must be the trainer's. Every run's last ten lines
+must say what ended it, and no process may be left.
+"""
+
+import collections
+import http.server
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pipeline
+import psutil
+
+BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
+DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
+PATIENCE = 600  # seconds until a run that neither steps nor ends is stuck
+SERVER_AWAY = 20  # seconds
+
+ENDED = "openrlhf-bapo: the run has ended: "
+SILENT = "the command ended without a word"  # what `progress` says of a command that was killed
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault, and how a run that it ends must say so."""
+
+    name: str
+
+    said: str
+    """In the terminal's last ten lines: a regular expression."""
+
+    code: tuple[int, ...] = (1,)
+    """Exit codes."""
+
+    process: str | None = None
+    """What the command line of the process that is killed contains."""
+
+
+SIGTERM = Fault("SIGTERM", ENDED + "SIGTERM, after step", (143,))
+FAULTS = [
+    SIGTERM,
+    Fault("SIGKILL: command", SILENT, (137,), "openrlhf_bapo.cli"),
+    Fault("SIGKILL: trainer", ENDED + "the trainer .*died", process="ray::PPOTrainer"),
+    Fault("SIGKILL: policy actor", ENDED + "an actor's process, which trains.* died", process="ray::PolicyModelActor"),
+    Fault("SIGKILL: rollout engine", ENDED + "a rollout engine.* died", process="ray::RolloutRayActor"),
+    Fault("SIGKILL: EngineCore", ENDED + "a rollout engine.* died", process="VLLM::EngineCore"),
+    Fault("SIGKILL: raylet", f"{ENDED}|{SILENT}", (1, 134, 137), "raylet/raylet "),
+    Fault("SIGKILL: gcs_server", f"{ENDED}|{SILENT}", (1, 134, 137), "gcs_server"),
+    Fault("reward server away", ENDED + ".*--reward"),
+    Fault("reward server: garbage", ENDED + ".*--reward"),
+    Fault("disk full", ENDED + ".*disk .*is full"),
+]
+
+
+@dataclass
+class Attempt:
+    """One run of the command."""
+
+    fault: str
+    at_step: int = 0
+    """The last step before the fault."""
+
+    outcome: str = ""
+    """Exit code and cause, or that it went on."""
+
+    seconds: float = 0.0
+    """From the fault to the end, or to the third step after it."""
+
+    resumed: int = 0
+    """The step that the next run starts from."""
+
+    redone: int = 0
+    """Steps that were made and not saved."""
+
+    problems: list[str] = field(default_factory=list)
+
+
+def lineage(records: list[dict], last_step: int) -> list[dict]:
+    """Of all steps made those that led to the checkpoint of `last_step`; a later run's replace an earlier's."""
+    kept: dict[int, dict] = {}
+    for record in records:
+        kept = {step: other for step, other in kept.items() if step < record["step"]} | {record["step"]: record}
+    return [record for step, record in sorted(kept.items()) if step <= last_step]
+
+
+def account(steps: list[dict], waiting: list[str], prompts: set[str]) -> list[str]:
+    """What is wrong with the steps of a `lineage`, in one line each.
+
+    Args:
+        waiting: prompts that the last step's checkpoint holds, started and not trained on.
+        prompts: all that there are.
+    """
+    problems = []
+    if (numbers := [record["step"] for record in steps]) != list(range(1, len(steps) + 1)):
+        problems.append(f"steps {sorted(set(range(1, max(numbers) + 1)) - set(numbers))} are missing")
+    times = collections.Counter(prompt for record in steps for prompt in record["prompts"])
+    problems += [f"{prompt!r} was trained on {n} times" for prompt, n in times.items() if n > 1]
+    problems += [f"{prompt!r} was trained on, and waits" for prompt in waiting if prompt in times]
+    problems += [f"{prompt!r} is no prompt" for prompt in [*times, *waiting] if prompt not in prompts]
+    started, dropped = (
+        int(sum(record["metrics"][f"partial/{name}"] for record in steps)) for name in ("started", "dropped")
+    )
+    if started != times.total() + dropped + len(waiting):
+        problems.append(
+            f"{started} prompts were started; {times.total()} were trained on, {dropped} dropped, {len(waiting)} wait"
+        )
+    for before, record in zip(steps, steps[1:], strict=False):
+        if before["after"] != record["before"]:
+            problems.append(f"step {record['step']} began with {record['before']}, not {before['after']}")
+    problems += [
+        f"step {record['step']} has version {record['after']['version']}"
+        for record in steps
+        if record["after"]["version"] != record["step"]
+    ]
+    return problems
+
+
+def check_checkpoint(checkpoints: Path, last: dict) -> tuple[list[str], list[str]]:
+    """What is wrong with the checkpoint of the step whose record is `last`, and the prompts that wait in it."""
+    import torch
+    from chaos_record.sitecustomize import digest
+
+    from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
+
+    tag, problems = f"global_step{last['step']}", []
+    (file,) = (checkpoints / "_actor" / tag).glob("*model_states.pt")
+    states = torch.load(file, weights_only=False)
+    saved = json.loads((checkpoints / "_replay" / tag / "pool.json").read_text())
+    pool, state = ReplayPool.load(checkpoints / "_replay" / tag, ReplayConfig(ratio=1, **REPLAY), saved["fingerprint"])
+    found = {"version": state["policy_version"], "optimizer_steps": states["global_steps"], "pool": digest(pool)}
+    if found != last["after"]:
+        problems.append(f"{tag} holds {found}, and the trainer had {last['after']}")
+    if states["lr_scheduler"]["last_epoch"] != last["after"]["optimizer_steps"]:
+        problems.append(f"{tag}: the learning rate's step is {states['lr_scheduler']['last_epoch']}")
+    partial = json.loads((checkpoints / "_partial" / tag / "pool.json").read_text())
+    return problems, [group["prompt"] for group in partial["groups"]]
+
+
+class RewardServer:
+    """Rewards over HTTP, as OpenRLHF asks for them, until it is told to do otherwise."""
+
+    def __init__(self) -> None:
+        self.port, self.is_garbage = pipeline.free_port(), False
+        self.start()
+
+    def start(self) -> None:
+        owner = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                rewards = [sum(c in "13579" for c in query) / 8 for query in asked["query"]]
+                answer = b"<html>Bad gateway" if owner.is_garbage else json.dumps({"rewards": rewards}).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+REPLAY = {"max_staleness": 4, "max_reuse": 2}
+
+
+class Chaos:
+    """The runs, one after the other, in a folder of their own."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.directory, self.random = directory, random.Random(seed)
+        self.checkpoints, self.record = directory / "disk/ckpt", directory / "steps.jsonl"
+        self.attempts: list[Attempt] = []
+        (directory / "disk").mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", directory / "disk"])
+        self.faults = [fault for fault in FAULTS if fault.name != "disk full" or mounted.returncode == 0]
+        if mounted.returncode:
+            print("without a disk that is full: no file system can be mounted here", flush=True)
+        self.is_mounted = mounted.returncode == 0
+        pipeline.make_model(directory)
+        rng = random.Random(0)
+        inputs = [f"{rng.randrange(1000)}+{n}=" for n in range(NUM_PROMPTS)]
+        self.prompts = set(inputs)
+        (directory / "train.jsonl").write_text(
+            "".join(json.dumps({"input": text, "label": ""}) + "\n" for text in inputs)
+        )
+        self.server = RewardServer()
+        self.flags = pipeline.flags(
+            directory,
+            policy_loss="bapo",
+            data__max_len=48,
+            data__max_samples=NUM_PROMPTS,
+            reward__remote_url=f"http://127.0.0.1:{self.server.port}",
+            actor__lr_scheduler="linear",
+            actor__adam__lr=1e-5,
+            rollout__batch_size=BATCH,
+            rollout__n_samples_per_prompt=SAMPLES,
+            rollout__max_new_tokens=24,
+            train__batch_size=16,
+            replay__ratio=1,
+            partial__token_budget=8,
+            ckpt__path=self.checkpoints,
+            ckpt__save_steps=2,
+            ckpt__max_num=2,
+            logger__tensorboard_dir=None,
+            **{f"replay__{name}": value for name, value in REPLAY.items()},
+        )
+
+    def records(self) -> list[dict]:
+        # The last line of a trainer that was killed may be cut off.
+        lines = self.record.read_text().split("\n")[:-1] if self.record.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def saved_step(self) -> int:
+        latest = self.checkpoints / "_actor/latest"
+        return int(re.search(r"\d+$", latest.read_text())[0]) if latest.exists() else 0
+
+    def run(self, fault: Fault | None) -> None:
+        """One run of the command: until a fault has ended it, or, where it goes on or none comes, until SIGTERM has."""
+        number, first = len(self.attempts) + 1, self.saved_step()
+        terminal, log = self.directory / f"{number}.terminal", self.directory / f"{number}.log"
+        command = [".venv/bin/python", "-m", "openrlhf_bapo.cli.main", "train", *self.flags]
+        command += ["--ckpt.load_enable"] if first else []
+        script = 'set -euo pipefail; source scripts/follow.sh; follow "$@"'
+        environment = {"CHAOS_RECORD": str(self.record), "PYTHONPATH": str(Path(__file__).parent / "chaos_record")}
+        before = len(self.records())
+        with pipeline.running(["bash", "-c", script, "run", str(log), "1", *command], terminal, **environment) as run:
+            processes: set[psutil.Process] = set()
+
+            def wait(happened) -> bool:
+                """Whether it happened before the run ended, or PATIENCE did."""
+                end = time.monotonic() + PATIENCE
+                while run.poll() is None and time.monotonic() < end:
+                    with suppress(psutil.NoSuchProcess):
+                        processes.update(psutil.Process(run.pid).children(recursive=True))
+                    if happened():
+                        return True
+                    time.sleep(0.2)
+                return False
+
+            num_steps = self.random.randint(2, 5)
+            attempt = Attempt(fault.name if fault else "(SIGTERM, at the end)")
+            self.attempts.append(attempt)
+            if not wait(lambda: len(self.records()) >= before + num_steps):
+                attempt.problems.append("no step, or an end, before its fault")
+                fault = None
+            time.sleep(self.random.uniform(0, 2))  # anywhere in a step
+            attempt.at_step = self.records()[-1]["step"] if self.records() else 0
+            began, undo = time.monotonic(), None
+            if fault:
+                undo = self.inject(fault, run, processes)
+                enough = len(self.records()) + 3
+                if wait(lambda: len(self.records()) >= enough):
+                    attempt.outcome, fault = "went on", None
+                elif run.poll() is None:
+                    attempt.problems.append(f"neither an end nor three steps in {PATIENCE} s")
+                attempt.seconds = time.monotonic() - began
+            if run.poll() is None:
+                run.send_signal(signal.SIGTERM)
+                fault = fault or SIGTERM
+                if not wait(lambda: False) and run.poll() is None:
+                    attempt.problems.append(f"no end {PATIENCE} s after SIGTERM")
+            if undo:
+                undo()
+            self.check_end(attempt, fault, run, terminal, processes)
+        attempt.resumed = self.saved_step()
+        attempt.redone = max(0, (self.records() or [{"step": 0}])[-1]["step"] - attempt.resumed)
+
+    def inject(self, fault: Fault, run: subprocess.Popen, processes: set[psutil.Process]):
+        """Let it come; what ends it, or None."""
+        if fault.process:
+            for process in processes:
+                with suppress(psutil.Error):
+                    command = " ".join(process.cmdline())
+                    if fault.process in command and process.cmdline()[0] != "bash":
+                        process.kill()
+        elif fault is SIGTERM:
+            run.send_signal(signal.SIGTERM)
+        elif fault.name == "disk full":
+            ballast = self.directory / "disk/ballast"
+            with suppress(OSError), open(ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+            return ballast.unlink
+        elif fault.name == "reward server away":
+            self.server.stop()
+            return self.after_a_while(self.server.start)
+        elif fault.name == "reward server: garbage":
+            self.server.is_garbage = True
+            return self.after_a_while(lambda: setattr(self.server, "is_garbage", False))
+
+    @staticmethod
+    def after_a_while(action):
+        timer = threading.Timer(SERVER_AWAY, action)
+        timer.start()
+        return timer.join
+
+    def check_end(self, attempt: Attempt, fault: Fault | None, run, terminal: Path, processes: set) -> None:
+        """That it ended as it should, said why, and left nothing."""
+        lines = terminal.read_text().splitlines()[-10:]
+        if fault is not None:
+            if run.poll() not in fault.code:
+                attempt.problems.append(f"exit code {run.poll()}")
+            said = [line for line in lines if re.search(fault.said, line)]
+            if not said:
+                attempt.problems.append(f"the last lines do not say {fault.said!r}")
+                attempt.problems += [f"| {line[:200]}" for line in lines]
+            attempt.outcome = attempt.outcome or f"{run.poll()}: {said[0].rpartition(ENDED)[2] if said else ''}"
+        end = time.monotonic() + 90
+        while (left := [process for process in processes if is_left(process)]) and time.monotonic() < end:
+            time.sleep(0.5)
+        for process in left:
+            with suppress(psutil.Error):
+                attempt.problems.append(f"left: {process.pid} {' '.join(process.cmdline())[:80]}")
+                process.kill()
+
+    def account(self) -> list[str]:
+        """What is wrong at the end, over all runs."""
+        last = self.saved_step()
+        steps = lineage(self.records(), last)
+        if not last or not steps or steps[-1]["step"] != last:
+            return [f"the last checkpoint is of step {last}, which nobody noted"]
+        problems, waiting = check_checkpoint(self.checkpoints, steps[-1])
+        started, dropped = (int(sum(r["metrics"][f"partial/{name}"] for r in steps)) for name in ("started", "dropped"))
+        print(
+            f"{last} steps count, of {len(self.records())} that were made; {started} prompts were started: "
+            f"{sum(len(record['prompts']) for record in steps)} trained on, {dropped} dropped, {len(waiting)} wait"
+        )
+        return problems + account(steps, waiting, self.prompts)
+
+
+def is_left(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def table(attempts: list[Attempt]) -> str:
+    """What was injected, and what became of it."""
+    rows = [("fault", "at step", "seconds", "goes on from", "steps lost", "outcome")]
+    rows += [
+        (a.fault, str(a.at_step), f"{a.seconds:.0f}", str(a.resumed), str(a.redone), a.outcome[:100]) for a in attempts
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main(minutes: float, seed: int) -> int:
+    """Run; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `pipeline.running`, which ends the run
+    began = time.monotonic()
+    chaos = Chaos(Path(tempfile.mkdtemp(prefix="chaos-")), seed)
+    print(f"in {chaos.directory}, seed {seed}, {minutes:g} minutes", flush=True)
+    bag: list[Fault] = []
+    while time.monotonic() - began < 60 * minutes - 60:
+        # Every kind once, in random order, before any comes again.
+        bag = bag or chaos.random.sample(chaos.faults, len(chaos.faults))
+        chaos.run(bag.pop())
+        print(f"[{time.monotonic() - began:5.0f} s] {table(chaos.attempts[-1:]).splitlines()[1]}", flush=True)
+        for problem in chaos.attempts[-1].problems:
+            print(f"          {problem}", flush=True)
+    chaos.run(None)
+    problems = chaos.account()
+    report = [table(chaos.attempts), *(f"{n}: {text}" for n, a in enumerate(chaos.attempts, 1) for text in a.problems)]
+    report += problems or ["every prompt, version, optimizer step and pool is accounted for"]
+    (chaos.directory / "report.txt").write_text("\n".join(report) + "\n")
+    print("\n".join(report))
+    chaos.server.stop()
+    print(f"logs and this table: {chaos.directory}")
+    if chaos.is_mounted:
+        subprocess.run(["umount", chaos.directory / "disk"], check=False)
+    return int(bool(problems or any(a.problems for a in chaos.attempts)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,76 @@
+"""What a run writes to disk, on paper, against what is free."""
+
+import math
+import os
+import shutil
+
+import pipeline
+import pytest
+
+from openrlhf_bapo.adapter.failures import describe_failure
+from openrlhf_bapo.adapter.plan import disk_terms, disk_warnings, read_shape
+from openrlhf_bapo.planning import memory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("disk"))
+
+
+def parse(directory, **flags):
+    return pipeline.parse(pipeline.flags(directory, **{"ckpt__save_steps": 5, "policy_loss": "bapo"} | flags))
+
+
+def test_checkpoints_take_14_bytes_a_parameter_each_and_a_pool_beside_each_and_one_more(directory):
+    shape = read_shape(str(directory / "model"))
+    n = shape.num_parameters
+
+    def sizes(**flags) -> dict[str, dict[str, int]]:
+        terms = disk_terms(parse(directory, **flags), shape)
+        return {flag: {term.name: term.bytes for term in of_flag} for flag, of_flag in terms.items()}
+
+    model = {"--ckpt.output_dir": {"the model": 2 * n}}
+    assert sizes() == model | {"--ckpt.path": {"actor": 3 * 14 * n}}
+    assert sizes(ckpt__max_num=5) == model | {"--ckpt.path": {"actor": 5 * 14 * n}}
+    for without in (dict(ckpt__save_steps=None), dict(ckpt__disable_ds=True)):
+        assert sizes(**without) == model
+    with_gae = sizes(algo__advantage__estimator="gae", replay__ratio=1, replay__capacity=100)["--ckpt.path"]
+    pool = memory.replay_term(100, 4, 24, 3).bytes  # beside the pool's own: returns, the engine's log-probs, values
+    assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
+
+
+def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(directory, tmp_path):
+    args = parse(directory, ckpt__path=tmp_path / "new/ckpt", ckpt__output_dir=tmp_path / "out")
+    shape = read_shape(str(directory / "model"))
+    assert disk_warnings(args, shape) == []
+    free = shutil.disk_usage(tmp_path).free
+    layers = math.ceil(free / 14 / 3 / (shape.num_parameters / shape.num_layers)) * 2  # too many for the checkpoints
+    large = memory.ModelShape(**vars(shape) | {"num_layers": layers})
+    assert free < 3 * 14 * large.num_parameters and 2 * large.num_parameters < free / 2
+    (line,) = disk_warnings(args, large)
+    needed = f"{3 * 14 * large.num_parameters:,}"
+    assert f"--ckpt.path {tmp_path}/new/ckpt: a run writes {needed} bytes, with --ckpt.max_num 3" in line
+    # What a run replaces is room for it.
+    old = tmp_path / "new/ckpt/_actor/global_step5/old.pt"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.truncate(old, 3 * 14 * large.num_parameters)  # takes no blocks
+    assert disk_warnings(args, large) == []
+
+
+def test_a_full_disk_is_named_with_the_bytes_that_a_checkpoint_takes(tmp_path):
+    args = {"ckpt.path": str(tmp_path), "ckpt.output_dir": str(tmp_path), "logger.tensorboard_dir": None}
+    args["ckpt.save_steps"] = 1
+    for kind, size in (("_actor", 700), ("_replay", 50), ("_critic", 7)):
+        for step in (1, 2):
+            (tmp_path / kind / f"global_step{step}").mkdir(parents=True)
+            (tmp_path / kind / f"global_step{step}/file").write_bytes(bytes(step * size))
+    (tmp_path / "_actor/latest").write_text("global_step2")
+    from openrlhf_bapo.adapter import failures
+
+    little, failures._LITTLE_SPACE = failures._LITTLE_SPACE, math.inf  # any disk counts as full
+    try:
+        ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
+    finally:
+        failures._LITTLE_SPACE = little
+    assert f"; the disk of {tmp_path} is full (" in ended and ended.endswith("bytes free; a checkpoint takes 1,514)")

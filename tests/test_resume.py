@@ -1,0 +1,88 @@
+"""A run that is resumed goes on as if nothing had happened."""
+
+import shutil
+from argparse import Namespace
+
+import pipeline
+import pytest
+import recordings
+import torch
+
+from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
+
+QUICKER = {"TORCHDYNAMO_DISABLE": "1"}  # a step would wait for compilers, and here for nothing else
+
+
+@pytest.mark.pipeline
+def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
+    directory = pipeline.make_model(tmp_path, num_prompts=64)
+    flags = pipeline.flags(
+        directory,
+        policy_loss="bapo",
+        algo__advantage__estimator="gae",
+        critic__adam__lr=1e-3,
+        actor__lr_scheduler="cosine_with_min_lr",
+        actor__lr_warmup_ratio=0.1,
+        data__max_samples=64,
+        ckpt__save_steps=1,
+        ckpt__max_num=9,
+        replay__ratio=1,
+        replay__max_reuse=4,
+        train__full_determinism_enable=True,
+        train__micro_batch_size=16,
+    )
+    recorder = recordings.environment(directory / "unbroken") | QUICKER
+    unbroken = pipeline.train(directory, flags, "unbroken", **recorder)
+    # What a machine leaves that dies after the second step.
+    for part in ("_actor", "_critic", "_replay"):
+        for step in (3, 4):
+            shutil.rmtree(directory / "ckpt" / part / f"global_step{step}")
+    for part in ("_actor", "_critic"):
+        (directory / "ckpt" / part / "latest").write_text("global_step2")
+
+    recorder = recordings.environment(directory / "resumed", start=1) | QUICKER  # it publishes the saved weights first
+    resumed = pipeline.train(directory, [*flags, "--ckpt.load_enable"], "resumed", **recorder)
+    expected, found = (
+        [{name: value for name, value in step.items() if not name.startswith("timing/")} for step in steps]
+        for steps in (pipeline.steps(unbroken)[2:], pipeline.steps(resumed))
+    )
+    assert len(expected) == 2 and all(step["replay/groups_sampled"] for step in expected)
+    # OpenRLHF logs beside every micro-batch the critic's norm of the optimizer step before, which a new process lacks.
+    expected[0].pop("critic_grad_norm"), found[0].pop("critic_grad_norm")
+    for of_unbroken, of_resumed in zip(expected, found, strict=True):
+        # vLLM's last bits follow from which requests it has together; nothing else that is logged is made of them.
+        for step in (of_unbroken, of_resumed):
+            step["offpolicy/engine_mismatch"] = round(step["offpolicy/engine_mismatch"], 5)
+        assert of_unbroken == of_resumed
+    for model in ("actor", "critic"):
+        whole, rest = (recordings.trained_on(directory / name, model) for name in ("unbroken", "resumed"))
+        later = whole["version"] >= 2
+        assert rest.keys() == whole.keys() and later.sum() == len(rest["version"]) > 2 * 64
+        for name, values in rest.items():
+            close = recordings.CLOSE if name == "rollout_log_probs" else 0
+            torch.testing.assert_close(values, whole[name][later], rtol=0, atol=close, equal_nan=True)
+
+
+def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_the_whole_one(tmp_path):
+    for group, latest in (("_actor", 4), ("_critic", 6)):
+        for step in (2, 4, 6, 10):
+            (tmp_path / group / f"global_step{step}").mkdir(parents=True)
+        (tmp_path / group / "latest").write_text(f"global_step{latest}")
+    use_checkpoint(Namespace(**{"ckpt.path": tmp_path, "ckpt.resume_from": "global_step2"}))
+    left = {folder.relative_to(tmp_path).as_posix() for folder in tmp_path.glob("*/global_step*")}
+    # What is whole stays, resumed or not.
+    steps = {"_actor": (2, 4), "_critic": (2, 4, 6)}
+    assert left == {f"{group}/global_step{step}" for group, of_group in steps.items() for step in of_group}
+    assert {file.read_text() for file in tmp_path.glob("*/latest")} == {"global_step2"}
+
+
+def test_a_resumed_actor_takes_the_samples_in_the_order_of_the_unbroken_one(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    samples = pipeline.make_experience([3, 7, 5, 8, 2, 6, 4, 9], seed=3)
+    argv = pipeline.flags(
+        directory, policy_loss="bapo", ckpt__save_steps=1, train__batch_size=4, train__micro_batch_size=2
+    )
+    (unbroken,) = pipeline.train_policy_actors(directory, argv, [samples], num_steps=2, save_after=1)
+    (resumed,) = pipeline.train_policy_actors(directory, [*argv, "--ckpt.load_enable"], [samples])
+    assert resumed["status"]["policy_loss"] == unbroken["status"]["policy_loss"]
+    assert all(torch.equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())
