@@ -112,15 +112,15 @@ def last_step(lines: list[str]) -> int:
 
 
 @pytest.mark.pipeline
-def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said(tmp_path):
+def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said_and_the_first_step_is_saved(tmp_path):
     directory = pipeline.make_model(tmp_path)
     (directory / "reward.py").write_text(FAILING_REWARD)
-    with Run(directory, ckpt__save_steps=1) as run:
+    with Run(directory) as run:
         run.wait_for("step    1")
         code, lines = run.end()
     assert code == 1
     where = rf"ValueError: the verifier has gone \({directory}/reward.py, line 11\)"
-    cause = f"--reward.remote_url {directory}/reward.py: the reward of a response is None: {where}"
+    cause = f"--reward.remote_url {directory}/reward.py: {where}; 2 of a batch's 16 prompt groups have no reward"
     assert_says(lines, directory, cause, step="1")
     assert "Traceback" in (directory / "train.log").read_text()
 

@@ -52,6 +52,13 @@ from openrlhf_bapo.core.replay_pool import ReplayConfig
         ),
         ("--policy_loss ppo --bapo.smoothing 9", "--bapo.smoothing 9.0: .*--policy_loss bapo, which is ppo"),
         ("--policy_loss gspo --bapo.preset paper", "--bapo.preset paper: .*--policy_loss bapo.*gspo"),
+        ("--bapo.max_skipped_updates -1", "--bapo.max_skipped_updates -1: allowed: 0 or more"),
+        ("--reward_fault.patience -1", "--reward_fault.patience -1: allowed: 0 or more seconds"),
+        ("--reward_fault.patience inf", "--reward_fault.patience inf: allowed: 0 or more seconds"),
+        ("--reward_fault.timeout 0", "--reward_fault.timeout 0: allowed: seconds above 0"),
+        ("--reward_fault.timeout nan", "--reward_fault.timeout nan: allowed: seconds above 0"),
+        ("--reward_fault.max_drop_rate 1", "--reward_fault.max_drop_rate 1: allowed: from 0, below 1"),
+        ("--reward_fault.max_drop_rate -0.1", "--reward_fault.max_drop_rate -0.1: allowed: from 0, below 1"),
         ("--replay.ratio -1", "--replay.ratio -1.0 .*at least 0"),
         ("--replay.capacity 0", "--replay.capacity 0 .*at least 1"),
         ("--replay.ratio 1 --replay.max_staleness -1", "--replay.max_staleness -1 .*at least 0"),
@@ -167,6 +174,7 @@ DEFAULTS = {
     "bapo.smoothing_start": None,
     "bapo.discard_saved": None,
     "bapo.dump_tokens": None,
+    "bapo.max_skipped_updates": 3,
     "offpolicy.ratio_base": None,
     "offpolicy.lag": 0,
     "replay.ratio": 0.0,
@@ -177,6 +185,9 @@ DEFAULTS = {
     "replay.skip_uninformative": True,
     "replay.seed": 0,
     "replay.discard_saved": False,
+    "reward_fault.patience": 600.0,
+    "reward_fault.timeout": 300.0,
+    "reward_fault.max_drop_rate": 0.1,
     "eval.at_start": False,
     "ckpt.on_interrupt": True,
     "partial.token_budget": 0,
@@ -365,7 +376,7 @@ def test_without_bapo_openrlhfs_arguments_are_its_own(tmp_path, given):
     args = pipeline.parse(pipeline.flags(tmp_path, **given))
     expected = "gspo" if "gspo" in given.values() else "ppo"
     assert args.actor.policy_loss_type == args.policy_loss == expected
-    assert set(vars(args.bapo).values()) == {None}
+    assert {name for name, value in vars(args.bapo).items() if value is not None} == {"max_skipped_updates"}
 
 
 def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):

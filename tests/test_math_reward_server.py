@@ -100,9 +100,9 @@ def test_the_example_gives_openrlhf_the_same_rewards_without_a_server(monkeypatc
     monkeypatch.setattr(math_reward.GRADER, "time_limit", 2.0)
     executor = SingleTurnAgentExecutor(str(REPOSITORY / "examples" / "math_reward.py"))
     results = ask_at_once(executor, "_fetch_rewards_via_func")
-    assert [result["rewards"].tolist() for result in results] == [[reward] for _, _, reward in samples()]
-    assert all(result["scores"].tolist() == result["rewards"].tolist() for result in results)
-    timeouts = [result["extra_logs"]["graded_timeouts"].tolist() for result in results]
+    assert [result["rewards"] for result in results] == [[reward] for _, _, reward in samples()]
+    assert all(result["scores"] == result["rewards"] for result in results)
+    timeouts = [result["extra_logs"]["graded_timeouts"] for result in results]
     assert timeouts == [[float(i % 16 == 15)] for i in range(64)]
 
 

@@ -230,8 +230,3 @@ def test_the_schedule_is_lengthened_once_for_sync_and_async_training():
 
     assert ppo_trainer_async.prepare_datasets is ppo_trainer.prepare_datasets
     assert not hasattr(ppo_trainer.prepare_datasets.__wrapped__, "__wrapped__")
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(directory):
-    with pytest.raises(AssertionError, match="RuntimeError: policy_loss is nan: .* --ckpt.load_enable"):
-        one_update(directory, [0] * 8, [0.0] * 7 + [math.nan])

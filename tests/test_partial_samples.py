@@ -39,12 +39,18 @@ class ScriptedEngine:
             "stop_growing",
             "policy_version",
             "get_num_unfinished_requests",
+            "limit_rewards",
         )
         for name in names:
             setattr(self, name, Namespace(remote=getattr(self, f"_{name}")))
 
     def _policy_version(self):
         return Done(self.llm.policy_version)
+
+    def _limit_rewards(self, patience: float, timeout: float):
+        from openrlhf_bapo.adapter.vllm_engine import limit_rewards
+
+        return Done(limit_rewards(self, patience, timeout))
 
     def _get_num_unfinished_requests(self):
         return Done(0)

@@ -1,10 +1,18 @@
-"""Rewards on their way into samples: OpenRLHF's three ways look alike, and a failed one ends the run."""
+"""Rewards on their way into samples: OpenRLHF's three ways look alike, and what is no reward reaches no training."""
 
 import asyncio
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pipeline
 import pytest
 import torch
+
+from openrlhf_bapo.adapter.reward_calls import FAILED_REWARD, KINDS, RewardLimits
 
 
 @pytest.fixture
@@ -29,31 +37,300 @@ def test_a_servers_list_of_one_is_a_number_like_any_other(generator, reward, ext
     assert (sample.rewards.item(), sample.scores.item(), sample.info["extra"].item()) == (0.5, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("reward", [None, [None], float("nan"), [float("inf")], "high", ["high"], {"a": 1}])
-def test_a_failed_reward_ends_the_run_with_the_flag(generator, reward):
-    with pytest.raises(
-        RuntimeError, match="--reward.remote_url http://verifier/get_reward,http://second.*: .*RolloutRayActor"
-    ):
-        generator._process_response_into_experience(response(reward), max_len=8)
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (None, "none"),
+        ([None], "none"),
+        (float("nan"), "not_finite"),
+        ([float("inf")], "not_finite"),
+        ("high", "wrong_type"),
+        (["high"], "wrong_type"),
+        ({"a": 1}, "wrong_type"),
+        ([], "wrong_length"),
+    ],
+)
+def test_a_response_without_a_reward_is_marked_with_the_reason(generator, reward, reason):
+    sample = generator._process_response_into_experience(response(reward), max_len=8)
+    assert sample.rewards is None and sample.scores is None
+    assert re.match(rf"{reason}: the reward of a response .*RolloutRayActor", sample.reward_fault)
+
+
+# ---- A reward function ----
+
+
+def ask_function(tmp_path, body: str, num_calls: int = 1, **limits) -> list[dict]:
+    """What OpenRLHF's executor gets of `num_calls` calls at once."""
+    from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+    (tmp_path / "reward.py").write_text(f"import time, torch\ndef reward_func(queries, prompts, labels):\n    {body}\n")
+    executor = SingleTurnAgentExecutor(str(tmp_path / "reward.py"))
+    executor.reward_limits = RewardLimits(**limits)
+
+    async def ask() -> list[dict]:
+        answers = (executor._fetch_rewards_via_func(["1+2=3"], ["1+2="], [str(n)]) for n in range(num_calls))
+        return [answer for (answer,) in await asyncio.gather(*answers)]
+
+    return asyncio.run(ask())
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason", "said"),
     [
-        ("raise ValueError('gone')", "ValueError: gone ({file}, line 2)"),
-        ("return [1.0]", "the answer is '[1.0]', no dict with 'rewards'"),
-        ("return None", "the answer is 'None', no dict with 'rewards'"),
-        ("return {'scores': 1.0}", "the answer is \"{'scores': 1.0}\", no dict with 'rewards'"),
+        ("raise ValueError('gone\\n  away')", "exception", "ValueError: gone away ({file}, line 3)"),
+        ("raise SystemExit(3)", "exception", "RuntimeError: SystemExit(3)"),
+        ("raise TimeoutError('a socket')", "exception", "TimeoutError: a socket ({file}, line 3)"),
+        ("return [1.0]", "missing_key", "{file}: the answer is '[1.0]', no dict with 'rewards'"),
+        ("return None", "missing_key", "{file}: the answer is 'None', no dict with 'rewards'"),
+        ("return {'scores': 1.0}", "missing_key", "{file}: the answer is \"{'scores': 1.0}\", no dict with 'rewards'"),
+        ("return {'rewards': None}", "none", "{file}: 'rewards' is None"),
+        ("return {'rewards': [None]}", "none", "{file}: 'rewards' is None"),
+        ("return {'rewards': torch.tensor([float('nan')])}", "not_finite", "{file}: 'rewards' is nan"),
+        ("return {'rewards': 1.0, 'scores': -float('inf')}", "not_finite", "{file}: 'scores' is -inf"),
+        ("return {'rewards': [1.0, 2.0]}", "wrong_length", "{file}: 'rewards' has 2 values for 1 responses"),
+        ("return {'rewards': torch.zeros(0)}", "wrong_length", "{file}: 'rewards' has 0 values for 1 responses"),
+        ("return {'rewards': 'high'}", "wrong_type", "{file}: 'rewards' is 'high', no number"),
+        ("return {'rewards': 1.0, 'extra_logs': [1]}", "wrong_type", "{file}: 'extra_logs' is '[1]', no dict"),
+        ("return {'rewards': 1.0, 'extra_logs': {'a': 'b'}}", "wrong_type", "{file}: 'a' of 'extra_logs' is 'b', no"),
     ],
 )
-def test_a_reward_function_that_fails_says_how_where_the_run_ends(generator, tmp_path, body, said):
+def test_what_a_reward_function_does_wrong_is_named(tmp_path, body, reason, said):
+    (answer,) = ask_function(tmp_path, body)
+    assert answer["rewards"] is None
+    cause = answer["extra_logs"][FAILED_REWARD]
+    assert cause.startswith(f"{reason}: {said.replace('{file}', str(tmp_path / 'reward.py'))}") and "\n" not in cause
+    assert reason in KINDS
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return {'rewards': 2}",
+        "return {'rewards': [2], 'scores': None}",
+        "return {'rewards': torch.tensor([2]), 'scores': torch.tensor(2), 'extra_logs': None}",
+        "return {'rewards': torch.tensor([[2]]).numpy(), 'scores': (2,), 'extra_logs': {}}",
+    ],
+)
+def test_a_reward_function_may_answer_with_a_number_a_list_a_tensor_or_an_array(tmp_path, body):
+    (answer,) = ask_function(tmp_path, body)
+    assert answer == {"rewards": [2], "scores": [2], "extra_logs": {}} and type(answer["rewards"][0]) is int
+
+
+@pytest.mark.parametrize("hangs", ["time.sleep(60)", "exec('while True: pass')"], ids=["in C", "in Python"])
+def test_a_reward_function_that_hangs_ends_at_its_limit_and_holds_up_no_other(tmp_path, hangs):
+    # More calls than run at once: those that hang must give their places up.
+    began, before = time.monotonic(), threading.active_count()
+    body = f"if int(labels[0]) < 40: {hangs}\n    return {{'rewards': 1.0}}"
+    answers = ask_function(tmp_path, body, num_calls=45, timeout=0.5)
+    assert time.monotonic() - began < 50
+    said = f"timeout: {tmp_path / 'reward.py'}: reward_func has not returned within 0.5 s"
+    assert [answer["extra_logs"].get(FAILED_REWARD) for answer in answers] == [said] * 40 + [None] * 5
+    if "while" in hangs:
+        pipeline_end = time.monotonic() + 30
+        while threading.active_count() > before:  # what is Python is ended
+            assert time.monotonic() < pipeline_end
+            time.sleep(0.1)
+
+
+# ---- Reward servers ----
+
+
+class Server:
+    """A reward server on a port of its own, which can go away and come back; `answers` are given in turn, the last one
+    for ever: (status, body), or None to hang."""
+
+    def __init__(self, *answers) -> None:
+        self.answers, self.requests = list(answers), []
+        self.port = pipeline.free_port()
+        self.url = f"http://127.0.0.1:{self.port}/get_reward"
+        self.running = None
+
+    def start(self) -> "Server":
+        owner, over = self, threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
+                if answer is None:
+                    over.wait(60)
+                    return
+                status, body = answer
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body.encode())))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_): ...
+
+        self.running, self.over = ThreadingHTTPServer(("127.0.0.1", self.port), Handler), over
+        threading.Thread(target=self.running.serve_forever, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self.over.set()
+        self.running.shutdown()
+        self.running.server_close()
+
+
+GOOD = 200, '{"rewards": [0.5], "extra_logs": {"seen": [1]}}'
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def make(*answers) -> Server:
+        servers.append(Server(*answers).start())
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+def executor_of(*urls: str, **limits):
     from openrlhf.utils.agent import SingleTurnAgentExecutor
 
-    file = tmp_path / "reward.py"
-    file.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    executor = SingleTurnAgentExecutor(str(file))
-    (answer,) = asyncio.run(executor._fetch_rewards_via_func(["1+2=3"], ["1+2="], ["3"]))
-    failed = pipeline.response(reward=answer["rewards"]) | {"extra_logs": answer["extra_logs"]}
-    with pytest.raises(RuntimeError) as error:
-        generator._process_response_into_experience(failed, max_len=8)
-    assert str(error.value).endswith(f"the reward of a response is None: {said.replace('{file}', str(file))}")
+    executor = SingleTurnAgentExecutor(list(urls))
+    executor.reward_limits = RewardLimits(**limits)
+    return executor
+
+
+async def ask(executor) -> dict:
+    (answer,) = await executor._fetch_rewards_via_http(["1+2=3"], ["1+2="], ["3"])
+    return answer
+
+
+REWARDED = {"rewards": [0.5], "scores": [0.5], "extra_logs": {"seen": [1]}}
+
+
+def test_a_server_that_goes_away_and_comes_back_answers_every_call(serve):
+    server = serve(GOOD)
+    executor = executor_of(server.url, patience=60)
+
+    async def through_a_restart() -> list[dict]:
+        first = await ask(executor)
+        server.stop()
+        waiting = asyncio.gather(*(ask(executor) for _ in range(20)))
+        await asyncio.sleep(2)
+        assert not waiting.done()
+        server.start()
+        return [first, *await waiting]
+
+    assert asyncio.run(through_a_restart()) == [REWARDED] * 21
+    assert server.requests[-1] == {"query": ["1+2=3"], "prompts": ["1+2="], "labels": ["3"]}
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 429, 408])
+def test_a_server_that_is_busy_or_broken_for_a_while_is_asked_again(serve, status):
+    server = serve((status, "not now"), (status, "not now"), GOOD)
+    assert asyncio.run(ask(executor_of(server.url, patience=60))) == REWARDED
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
+    server = serve(None, GOOD)
+    assert asyncio.run(ask(executor_of(server.url, patience=60, timeout=1.0))) == REWARDED
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "said"),
+    [
+        ((503, "closed\nfor good"), "http_status", "answers with HTTP 503: 'closed for good', for 1 s"),
+        (None, "timeout", "gives no answer within 0.5 s, for 1 s"),
+    ],
+)
+def test_patience_ends_with_the_servers_last_answer(serve, answer, reason, said):
+    server = serve(answer)
+    found = asyncio.run(ask(executor_of(server.url, patience=1.0, timeout=0.5)))
+    assert found == {"rewards": None, "extra_logs": {FAILED_REWARD: f"{reason}: {server.url} {said}"}}
+    assert len(server.requests) > 1
+
+
+def test_without_patience_a_dead_server_is_asked_once():
+    url = f"http://127.0.0.1:{pipeline.free_port()}/get_reward"
+    cause = asyncio.run(ask(executor_of(url, patience=0.0)))["extra_logs"][FAILED_REWARD]
+    assert cause.startswith(f"unreachable: {url} does not answer (ClientConnectorError: ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "said"),
+    [
+        ((404, "no such\npage"), "http_status", " answers with HTTP 404: 'no such page'"),
+        ((200, "<html>"), "not_json", ": the answer is not JSON: '<html>'"),
+        ((200, "[" * 100_000), "not_json", ": the answer is not JSON: '" + "[" * 80),
+        ((200, '{"reward": [1]}'), "missing_key", ": the answer is \"{'reward': [1]}\", no dict with 'rewards'"),
+        ((200, '{"rewards": [NaN]}'), "not_finite", ": 'rewards' is nan"),
+        ((200, '{"rewards": [1, 2]}'), "wrong_length", ": 'rewards' has 2 values for 1 responses"),
+        ((200, '{"rewards": ["1"]}'), "wrong_type", ": 'rewards' is '1', no number"),
+        ((200, '{"rewards": [null]}'), "none", ": 'rewards' is None"),
+    ],
+)
+def test_an_answer_that_is_no_reward_is_named_with_the_servers_address_and_not_asked_for_again(
+    serve, answer, reason, said
+):
+    server = serve(answer)
+    found = asyncio.run(ask(executor_of(server.url)))
+    assert found["rewards"] is None
+    assert found["extra_logs"][FAILED_REWARD].startswith(f"{reason}: {server.url}{said}")
+    assert len(server.requests) == 1
+
+
+def test_a_dead_server_is_left_out_while_another_answers_and_asked_again_later(serve):
+    servers = [serve(GOOD), serve(GOOD)]
+    executor = executor_of(*(server.url for server in servers), patience=60)
+
+    async def calls(number: int) -> list[dict]:
+        return [await ask(executor) for _ in range(number)]
+
+    assert asyncio.run(calls(10)) == [REWARDED] * 10
+    assert [len(server.requests) for server in servers] == [5, 5]  # in turn
+    servers[1].stop()
+    dead = servers[1]
+    assert asyncio.run(calls(10)) == [REWARDED] * 10
+    assert len(servers[0].requests) == 15
+    dead.start()
+    end = time.monotonic() + 30
+    while len(dead.requests) < 6:
+        assert asyncio.run(ask(executor)) == REWARDED and time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_pauses_grow_and_calls_under_way_at_once_count_as_one_failure():
+    from openrlhf_bapo.adapter.reward_calls import _Server
+
+    server, pauses = _Server("http://a"), []
+    for _ in range(9):
+        began = time.monotonic()
+        for _ in range(5):
+            server.is_away(began, "away")
+        pauses.append(round(server.away_until - time.monotonic(), 1))
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+# ---- Through the real pipeline ----
+
+
+@pytest.mark.pipeline
+def test_async_training_outlasts_a_restart_of_the_server_and_drops_a_group_that_got_nan(tmp_path, serve):
+    directory = pipeline.make_model(tmp_path)
+    answers = [(200, f'{{"rewards": [{n % 3}]}}') for n in range(64 * 5)]
+    server = serve(*answers[:20], (200, '{"rewards": [NaN]}'), *answers)
+    flags = dict(reward__remote_url=server.url, train__async_enable=True, data__max_samples=64)
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray"]
+    command += pipeline.flags(directory, policy_loss="bapo", **flags)
+    log = directory / "log"
+    with pipeline.running(command, log) as process:
+        pipeline.wait_until(lambda: len(server.requests) > 70, process, log)  # the second batch is under way
+        server.stop()
+        pipeline.wait_until(lambda: "reward server away" in log.read_text(), process, log)
+        server.start()
+        assert process.wait(400) == 0, log.read_text()[-3000:]
+    steps = pipeline.steps(log.read_text())
+    # 64 prompts make four batches of 16; one group is lost, and one more makes no whole micro-batch without it.
+    assert [step["rollout/num_samples"] for step in steps] == [64, 64, 64, 56]
+    counted = {name: sum(step.get(f"reward_fault/{name}", 0) for step in steps) for name in ("dropped", *KINDS)}
+    assert {name: count for name, count in counted.items() if count} == {"dropped": 2, "not_finite": 1}
+    assert sum(step.get("reward_fault/left_over", 0) for step in steps) == 1

@@ -152,6 +152,10 @@ COMMANDS = {
         ["--replay.capacity 15", "16 groups", "allowed: 16 or more"],
     ),
     "replay that draws nothing": (dict(replay__ratio=0.01), ["--replay.ratio 0.01: draws 0 groups"]),
+    "a time limit of a reward model": (
+        lambda d, _: dict(reward_fault__timeout=9, reward__remote_url=None, reward__model_name_or_path=d / "model"),
+        ["--reward_fault.timeout 9: does nothing without --reward.remote_url"],
+    ),
     "evaluation of nothing": (dict(eval__at_start=True), ["--eval.at_start: does nothing without --eval.dataset"]),
     "evaluation with a reward model": (
         lambda d, _: dict(

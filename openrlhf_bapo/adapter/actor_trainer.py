@@ -17,8 +17,9 @@ from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
 from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy, smoothing_config_from_args
-from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss
+from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss, leave_out_nonfinite
 from openrlhf_bapo.adapter.replay_checkpoint import load_steady_bounds, save_steady_bounds
+from openrlhf_bapo.adapter.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.adapter.token_dump import TokenDump
 from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
@@ -59,6 +60,9 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     bounds that follow the updates before it, and tallied as it is trained.
 
     With `--policy_loss ppo` loss and bounds are upstream's; the same metrics are taken at its fixed bounds.
+
+    With every loss a token whose log-prob, ratio or advantage is not finite counts nowhere but in its own metric, and
+    an update whose loss or gradient is not finite is skipped.
     """
 
     def __init__(self, *args, **kwargs) -> None:
@@ -87,6 +91,11 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self.actor_loss_fn.register_forward_hook(self._tally_contributions, with_kwargs=True)
             self.replay_buffer.update_ends = self._update_ends
             self.replay_buffer.before_update = lambda window: self._measure_fixed_bounds()
+        self.actor_loss_fn.register_forward_pre_hook(self._leave_out_nonfinite, with_kwargs=True)
+        backward = self.strategy.backward
+        self.strategy.backward = lambda loss, *args, **kwargs: backward(with_its_gradient(loss), *args, **kwargs)
+        skip_updates_that_are_not_finite(self.actor.model)
+        self._num_skipped_in_a_row = 0
         if is_off_policy(self.args):
             self.actor_loss_fn.register_forward_hook(self._tally_off_policy, with_kwargs=True)
         if self.args.replay.ratio:
@@ -95,14 +104,17 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
 
-        `offpolicy/optimizer_steps_taken` is how many optimizer steps it made.
+        `offpolicy/optimizer_steps_taken` is how many optimizer steps it made; `offpolicy/nonfinite_tokens` and
+        `offpolicy/updates_skipped` are logged with off-policy features, and wherever there are any.
 
-        Raises RuntimeError on all ranks where the loss is not finite: upstream would go on with weights of NaN.
+        Raises RuntimeError on all ranks where more updates in a row are skipped than `--bapo.max_skipped_updates`, or
+        where no token at all is finite.
         """
         self._is_first_update = True
         self._ratio_forward_timers = []
         self._off_policy_tally = self._contribution_tally = None
-        self._steps_before = self.actor.model.global_steps
+        self._steps_before, skipped_before = self._num_steps(), self.actor.model.skipped_steps
+        self._num_tokens, self._num_nonfinite = 0.0, 0
         self.global_step += 1
         every, dump = self.args.bapo.dump_tokens, None
         if every and self.global_step % every == 0 and self.strategy.is_rank_0():
@@ -110,11 +122,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         status = super().ppo_train(kl_ctl)
         if dump is not None:
             dump.write()
-        if not math.isfinite(loss := status.get("policy_loss", 0.0)):
-            raise RuntimeError(
-                f"policy_loss is {loss}: the policy's log-probs, and now its weights, are no finite numbers; resume "
-                "from an earlier checkpoint with --ckpt.load_enable, and a lower --actor.adam.lr if training led here"
-            )
+        status.update(self._fault_metrics(self.actor.model.skipped_steps - skipped_before))
         if self.args.policy_loss == "bapo":
             self.actor_loss_fn.end_update()
             used, self.actor_loss_fn.used = self.actor_loss_fn.used, []
@@ -137,8 +145,45 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     def training_step(self, experience: Experience, *args, **kwargs) -> dict:
         """Upstream's; the loss's hook learns how stale the micro-batch's tokens are."""
-        self._experience = experience
-        return super().training_step(experience, *args, **kwargs)
+        self._experience, engine = experience, self.actor.model
+        num_updates, num_skipped = engine.global_steps, engine.skipped_steps
+        status = super().training_step(experience, *args, **kwargs)
+        self._num_tokens += status["num_action_tokens"]
+        if engine.global_steps > num_updates:
+            self._note_update(engine.skipped_steps > num_skipped)
+        return status
+
+    def _note_update(self, is_skipped: bool) -> None:
+        self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if is_skipped else 0
+        most = self.args.bapo.max_skipped_updates
+        # In fp16 DeepSpeed finds its loss scale by skipping updates.
+        if self._num_skipped_in_a_row > most and not self.actor.model.fp16_enabled():
+            raise RuntimeError(
+                f"--bapo.max_skipped_updates {most}: {self._num_skipped_in_a_row} updates in a row had a loss or a "
+                "gradient that is not finite, and were skipped; resume from an earlier checkpoint with "
+                "--ckpt.load_enable, and a lower --actor.adam.lr if training led here"
+            )
+
+    def _leave_out_nonfinite(self, loss_fn, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        uses_rollout = loss_fn.is_correction_level != "off"
+        values = [*args, kwargs["rollout_log_probs"]] if uses_rollout else args
+        mask, values, num_left_out = leave_out_nonfinite(kwargs["action_mask"], *values)
+        self._num_nonfinite = self._num_nonfinite + num_left_out
+        kwargs = kwargs | {"action_mask": mask}
+        return tuple(values[:3]), kwargs | {"rollout_log_probs": values[3]} if uses_rollout else kwargs
+
+    def _fault_metrics(self, num_skipped: int) -> dict[str, float]:
+        counts = torch.tensor([float(self._num_nonfinite), self._num_tokens], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(counts, group=self._group)
+        num_nonfinite, num_tokens = counts.tolist()
+        if 0 < num_tokens == num_nonfinite:
+            raise RuntimeError(
+                "no token of a training step has a finite log-prob, ratio and advantage; resume from an earlier "
+                "checkpoint with --ckpt.load_enable, and look at the rewards and at the engines' log-probs"
+            )
+        counted = {"nonfinite_tokens": num_nonfinite, "updates_skipped": float(num_skipped)}
+        shown = is_off_policy(self.args)
+        return {f"offpolicy/{name}": count for name, count in counted.items() if shown or count}
 
     def _tally_off_policy(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
         log_probs, behaviour, advantages = (x.detach() for x in args)
@@ -153,8 +198,12 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         )
         self._off_policy_tally = _sum(self._off_policy_tally, tally)
 
+    def _num_steps(self) -> int:
+        """Of the engine, without those that it skipped."""
+        return self.actor.model.global_steps - self.actor.model.skipped_steps
+
     def _steps_taken(self) -> int:
-        return self.actor.model.global_steps - self._steps_before
+        return self._num_steps() - self._steps_before
 
     def _tally_contributions(self, _, args: tuple, kwargs: dict, __) -> None:
         tally = self._fixed_bounds.tally(*(x.detach() for x in args), kwargs["action_mask"])
@@ -209,7 +258,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             experience.to_device(torch.cuda.current_device())
             behaviour = experience.action_log_probs
             log_probs = behaviour if ratio_is_one else self._action_log_probs(experience)
-            part = self.actor_loss_fn.tally(log_probs, behaviour, experience.advantages, experience.action_mask)
+            mask, values, _ = leave_out_nonfinite(experience.action_mask, log_probs, behaviour, experience.advantages)
+            part = self.actor_loss_fn.tally(*values, mask)
             tally = _sum(tally, part)
         if not ratio_is_one:
             timer.stop()

@@ -178,6 +178,12 @@ def _check_idle(values: dict, given: set[str]) -> None:
             # Who gives the value 0 has switched a recipe's replay off, and leaves its settings.
             if f"{group}.{name}" in given and not values[needed] and needed not in given:
                 raise FlagError(f"--{group}.{name} {values[f'{group}.{name}']}: does nothing without --{needed}")
+    asked = {"reward.remote_url": ("patience", "timeout", "max_drop_rate"), "train.agent_func_path": ("max_drop_rate",)}
+    useful = {name for source, names in asked.items() if values[source] for name in names}
+    for name in ("patience", "timeout", "max_drop_rate"):
+        if f"reward_fault.{name}" in given and name not in useful:
+            value = values[f"reward_fault.{name}"]
+            raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without --reward.remote_url")
     if values["eval.at_start"] and not values["eval.dataset"]:
         raise FlagError("--eval.at_start: does nothing without --eval.dataset")
     for name in ("eval.steps", "eval.temperature", "eval.n_samples_per_prompt"):

@@ -12,6 +12,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 from openrlhf_bapo.adapter.flags import is_off_policy, replay_config_from_args
+from openrlhf_bapo.adapter.samples_generator import RolloutSamples
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
 
@@ -88,7 +89,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     @torch.no_grad()
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Upstream's experience; with replay on, one batch a data-parallel rank with its share of replayed groups."""
-        if self.args.partial.token_budget:
+        if isinstance(rollout_samples, RolloutSamples):
             self.unfinished = rollout_samples.unfinished
             self._metrics |= rollout_samples.metrics
         self.fresh = super().make_experience_batch(rollout_samples)

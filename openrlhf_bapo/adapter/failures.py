@@ -4,13 +4,10 @@ What failed comes home as an exception: Ray carries it from the process where it
 """
 
 import errno
-import functools
 import re
 import shutil
 import signal
-import traceback
 from pathlib import Path
-from types import ModuleType
 
 from openrlhf_bapo.adapter.interrupts import Interrupted
 
@@ -25,9 +22,6 @@ PROCESSES = {
     "GenerateSamplesActor": "the process that asks for rollouts",
 }
 """OpenRLHF's Ray actors, by class."""
-
-FAILED_REWARD = "reward_failure"
-"""Among a response's `extra_logs`: why it has no reward."""
 
 _LITTLE_SPACE = 64 << 20  # bytes; a disk that is full has often a little left
 
@@ -118,28 +112,3 @@ def _what_is_saved(args: dict) -> str:
     steps = args["ckpt.save_steps"]
     every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
     return f"nothing is saved, the same command starts anew (--ckpt.save_steps {steps}: {every})"
-
-
-def explain_failed_rewards(agent: ModuleType) -> None:
-    """Let a response whose reward failed say why; OpenRLHF's `SingleTurnAgentExecutor` logs it, and goes on."""
-    executor = agent.SingleTurnAgentExecutor
-    for name in ("_fetch_rewards_via_func", "_fetch_rewards_via_http"):
-        setattr(executor, name, _explaining(getattr(executor, name)))
-
-
-def _explaining(fetch):
-    @functools.wraps(fetch)
-    async def explaining(self, *args, **kwargs):
-        try:
-            found = await fetch(self, *args, **kwargs)
-        except Exception as error:  # upstream would swallow it
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            return [{"rewards": None, "extra_logs": {FAILED_REWARD: reason}}]
-        for one in found:
-            if not isinstance(one, dict) or "rewards" not in one:
-                reason = f"the answer is {str(one)[:80]!r}, no dict with 'rewards'"
-                return [{"rewards": None, "extra_logs": {FAILED_REWARD: reason}}]
-        return found
-
-    return explaining

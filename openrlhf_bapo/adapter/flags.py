@@ -45,6 +45,12 @@ _REPLAY_HELP = {
     "seed": "of the draws",
 }
 
+_REWARD_FAULT_HELP = {
+    "patience": (600.0, "seconds for which a reward call is tried again while its servers are away; 0: not at all"),
+    "timeout": (300.0, "seconds for one answer of a reward server or function"),
+    "max_drop_rate": (0.1, "share of a batch's prompt groups that may be dropped without a reward; 0: none"),
+}
+
 _PARTIAL_HELP = {
     "token_budget": "tokens that a response may grow by in one rollout, to go on in a later one; 0: off",
     "oversample": "prompt groups in flight per group that a rollout needs",
@@ -126,6 +132,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="every so many global steps, write a sample of the tokens trained on, for `openrlhf-bapo tokens` (0: off)",
     )
+    group.add_argument(
+        "--bapo.max_skipped_updates",
+        type=int,
+        default=3,
+        help="the most optimizer steps in a row that may be skipped because their loss or gradient is not finite, with "
+        "any policy loss (3)",
+    )
     group = parser.add_argument_group("off-policy data")
     group.add_argument(
         "--offpolicy.ratio_base",
@@ -175,6 +188,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --ckpt.load_enable: start without the saved unfinished responses",
     )
+    group = parser.add_argument_group("rewards that fail")
+    for name, (default, text) in _REWARD_FAULT_HELP.items():
+        group.add_argument(f"--reward_fault.{name}", type=float, default=default, help=f"{text} ({default:g})")
     parser.add_argument(
         "--ckpt.on_interrupt",
         action=argparse.BooleanOptionalAction,
@@ -211,6 +227,8 @@ def resolve_flags(args: Namespace) -> None:
     values = vars(args)
     bapo = {name.removeprefix("bapo."): value for name, value in values.items() if name.startswith("bapo.")}
     dump_tokens = bapo.pop("dump_tokens") or 0
+    if (most := bapo.pop("max_skipped_updates")) < 0:
+        raise FlagError(f"--bapo.max_skipped_updates {most}: allowed: 0 or more")
     given = {name: value for name, value in bapo.items() if value is not None}
     upstream_loss = values.get("actor.policy_loss_type", "ppo")
     policy_loss = args.policy_loss or upstream_loss
@@ -222,6 +240,7 @@ def resolve_flags(args: Namespace) -> None:
         raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
     if values["eval.at_start"] and values.get("train.async_enable"):
         raise FlagError("--eval.at_start: allowed only without --train.async_enable")
+    _check_reward_faults(values)
     _resolve_off_policy(values, policy_loss)
     _check_dump_tokens(values, dump_tokens, policy_loss)
     args.policy_loss = policy_loss
@@ -255,6 +274,16 @@ def resolve_flags(args: Namespace) -> None:
     resolved = {field.name: getattr(config, field.name) for field in fields(config)}
     resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight, "smoothing": half_life, **smoothing}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def _check_reward_faults(values: dict) -> None:
+    for name, allowed, holds in (
+        ("patience", "0 or more seconds", lambda value: 0 <= value < math.inf),
+        ("timeout", "seconds above 0", lambda value: 0 < value < math.inf),
+        ("max_drop_rate", "from 0, below 1", lambda value: 0 <= value < 1),
+    ):
+        if not holds(value := values[f"reward_fault.{name}"]):
+            raise FlagError(f"--reward_fault.{name} {value:g}: allowed: {allowed}")
 
 
 def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: str) -> None:

@@ -15,7 +15,7 @@ from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import init_logger
 
 from openrlhf_bapo.adapter.flags import partial_config_from_args
-from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+from openrlhf_bapo.adapter.samples_generator import RolloutSamples, VersionedSamplesGenerator
 from openrlhf_bapo.core.partial_rollouts import Group, PartialPool, Response
 
 logger = init_logger(__name__)
@@ -25,16 +25,6 @@ def make_samples_generator(strategy, *args, **kwargs) -> VersionedSamplesGenerat
     """The generator that the flags ask for, in OpenRLHF's own class's place."""
     kind = PartialSamplesGenerator if strategy.args.partial.token_budget else VersionedSamplesGenerator
     return kind(strategy, *args, **kwargs)
-
-
-class RolloutSamples(list):
-    """The samples of one training step, as OpenRLHF's trainers pass them on, and what came with them."""
-
-    def __init__(self, samples: list[Experience], unfinished: PartialPool, metrics: dict[str, float]) -> None:
-        super().__init__(samples)
-        self.unfinished = unfinished
-        """The pool as it was when they were handed over."""
-        self.metrics = metrics
 
 
 class PartialSamplesGenerator(VersionedSamplesGenerator):
@@ -66,7 +56,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self._prompts = iter(self.prompts_dataloader)
         began, num_taken = time.time(), self.args.rollout.batch_size
         num_needed = num_taken * (1 + self.args.offpolicy.lag)
-        self._seconds_alone, self._num_prompts, self._judged = 0.0, 0, []
+        self._seconds_alone, self._num_prompts, self._num_lost, self._judged = 0.0, 0, 0, []
         if self.args.vllm.enable_sleep:
             batch_vllm_engine_call(self.vllm_engines, "wake_up")
         while True:
@@ -90,6 +80,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         samples = [sample for group in groups for sample in self._to_experiences(group, generate_kwargs)]
         self._has_ended = self.pool.exhausted and len(self.pool) == 0
         metrics = self.pool.metrics() | {"partial/slowest_share": self._seconds_alone / (time.time() - began)}
+        metrics |= self._fault_metrics()
         if not samples:
             logger.info(f"partial rollouts at the end of an episode: {metrics}")
         pass_rate = 100 * sum(self._judged) / len(self._judged) if self._judged else None
@@ -169,13 +160,22 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         )
 
     def _note(self, group: Group, responses: list[Response], pieces: list[dict]) -> bool:
-        """Keep what `responses` of a group grew by; False if dynamic filtering drops it, now that it is complete."""
+        """Keep what `responses` of a group grew by; False if the group, now that it is complete, is dropped: it has a
+        response without a reward, or dynamic filtering does not let it pass."""
         for response, piece in zip(responses, pieces, strict=True):
             group.prompt_tokens = piece["prompt_tokens"]
             self.pool.grow(response, *(piece[name] for name in ("tokens", "log_probs", "versions", "outcome")))
-        if group.unfinished or self._passes_filter(group):
+        if group.unfinished:
             return True
-        self.pool.drop(group, "filtered")
+        causes = [cause for response in group.responses if (cause := self._read_reward(response.outcome)[1])]
+        if causes:
+            self.pool.drop(group, "unrewarded")
+            self._num_lost += 1
+            self._lose(causes[0], self._num_lost, self.args.rollout.batch_size)
+        elif self._passes_filter(group):
+            return True
+        else:
+            self.pool.drop(group, "filtered")
         return False
 
     def _passes_filter(self, group: Group) -> bool:
@@ -186,19 +186,6 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         least, most = self.args.algo.dynamic_filtering_range
         self._judged.append(least < sum(scores) / len(scores) < most)
         return self._judged[-1]
-
-    def _num_trainable(self, num_groups: int) -> int:
-        """How many of the last groups make whole micro-batches, as many on every rank: upstream trains no others."""
-        train, ds, size = self.args.train, self.args.ds, self.args.rollout.n_samples_per_prompt
-        num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
-        num_ranks //= ds.ring_attn_size * ds.tensor_parallel_size
-        unit = train.micro_batch_size
-        if train.dynamic_batch_enable:
-            unit = train.batch_size // num_ranks
-        elif num_ranks > 1:
-            unit = math.lcm(unit, self.args.rollout.micro_batch_size)
-        unit *= num_ranks
-        return num_groups - num_groups % (unit // math.gcd(unit, size))
 
     def _to_experiences(self, group: Group, generate_kwargs: dict) -> list[Experience]:
         """The samples of a complete group, as upstream makes them of what an engine returns."""

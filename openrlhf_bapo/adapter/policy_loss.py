@@ -1,5 +1,6 @@
 """OpenRLHF's PolicyLoss with clip bounds that are found instead of fixed."""
 
+import functools
 import inspect
 
 import torch
@@ -17,6 +18,22 @@ from openrlhf_bapo.core.clip_bounds import (
     tally_contributions,
 )
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+
+
+def leave_out_nonfinite(
+    action_mask: torch.Tensor, *values: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """A mask without the tokens of which some value is not finite, the values with zeros there, and their number.
+
+    Where all is finite the results are the arguments', bit for bit; nothing is read on the host.
+
+    Args:
+        action_mask: [batch, actions], 1 for the response's tokens.
+        values: each [batch, actions].
+    """
+    finite = functools.reduce(torch.logical_and, map(torch.isfinite, values))
+    num_left_out = ((action_mask > 0) & ~finite).sum()
+    return action_mask * finite, [torch.where(finite, value, 0.0) for value in values], num_left_out
 
 
 class BapoPolicyLoss(PolicyLoss):

@@ -30,7 +30,7 @@ def register() -> None:
     wrapt.register_post_import_hook(_accumulate_dynamic_batches, "openrlhf.utils.deepspeed.deepspeed")
     wrapt.register_post_import_hook(_use_experience, "openrlhf.trainer.ppo_utils.experience")
     wrapt.register_post_import_hook(_note_versions, "openrlhf.trainer.ray.vllm_engine")
-    wrapt.register_post_import_hook(_explain_failed_rewards, "openrlhf.utils.agent")
+    wrapt.register_post_import_hook(_use_reward_calls, "openrlhf.utils.agent")
     for trainer in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
         wrapt.register_post_import_hook(_use_off_policy_parts, trainer)
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
@@ -69,8 +69,8 @@ def _note_versions(vllm_engine: ModuleType) -> None:
     importlib.import_module("openrlhf_bapo.adapter.vllm_engine").note_versions(vllm_engine)
 
 
-def _explain_failed_rewards(agent: ModuleType) -> None:
-    importlib.import_module("openrlhf_bapo.adapter.failures").explain_failed_rewards(agent)
+def _use_reward_calls(agent: ModuleType) -> None:
+    importlib.import_module("openrlhf_bapo.adapter.reward_calls").use_reward_calls(agent)
 
 
 def _use_off_policy_parts(trainer: ModuleType) -> None:

@@ -13,6 +13,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
     from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
     from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
+    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails
 
     trainer_module.SamplesGenerator = make_samples_generator
     name = "TrainingActor"
@@ -23,6 +24,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         trainer_module.prepare_datasets = _with_replayed_steps_in_the_seeds_order(trainer_module.prepare_datasets)
         of_sync = trainer_module.PPOTrainer.__ray_metadata__.modified_class
         of_sync.init_checkpoint_states = _counting_on_from_checkpoint(of_sync.init_checkpoint_states)
+        save_when_a_rollout_fails(trainer_module.PPOTrainer.__ray_metadata__.modified_class)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)

@@ -17,6 +17,8 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
+from openrlhf_bapo.adapter.reward_calls import RewardLimits
+
 # The versions of every `generate` call of the response that the running task makes, one list a call.
 _SEGMENTS = contextvars.ContextVar("segments")
 
@@ -62,7 +64,7 @@ def note_versions(vllm_engine: ModuleType) -> None:
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
     actor.generate_responses = generate_responses
-    for method in (grow_responses, stop_growing, policy_version):
+    for method in (grow_responses, stop_growing, policy_version, limit_rewards):
         setattr(actor, method.__name__, method)
     # Ray has listed the class's methods when it was defined.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__
@@ -223,6 +225,11 @@ async def stop_growing(self) -> None:
 def policy_version(self) -> int:
     """Weight updates loaded so far."""
     return self.llm.policy_version
+
+
+def limit_rewards(self, patience: float, timeout: float) -> None:
+    """Set `--reward_fault.patience` and `--reward_fault.timeout`, in seconds."""
+    self.executor.reward_limits = RewardLimits(patience, timeout)
 
 
 def _plain(value):

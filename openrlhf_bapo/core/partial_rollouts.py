@@ -9,7 +9,8 @@ right. A policy version is the number of weight updates published to the rollout
                     |   |
                     |   +--> every response complete ----> waits ----> taken: trained on, once
                     |                                        |
-                    +----------------------------------------+--> dropped: stale, filtered, left over
+                    +----------------------------------------+--> dropped: stale, filtered, left over,
+                                                                      unrewarded
 
 and every way out is counted, so that started = taken + dropped + size. A response gets one segment a rollout: the
 tokens that it grew by, each with the log-prob that the engine sampled it with and the version that generated it. A
@@ -34,8 +35,9 @@ ON_STALE = ("drop", "finish")
 FORMAT_VERSION = 1
 DISCARD_FLAG = "--partial.discard_saved"
 
-REASONS = ("stale", "filtered", "left_over")
-"""Why a group was dropped: too old or of too many segments; by its scores; in no whole batch at the end of the data."""
+REASONS = ("stale", "filtered", "left_over", "unrewarded")
+"""Why a group was dropped: too old or of too many segments; by its scores; in no whole batch at the end of the data;
+with a response that got no reward."""
 
 _TENSORS = {"tokens": torch.int32, "log_probs": torch.float32, "versions": torch.int32}
 _COUNTERS = ("started", "taken", "resumed", "finished", "tokens_wasted", *REASONS)
@@ -290,7 +292,8 @@ class PartialPool:
         columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
         pool = cls(config)
         pool.exhausted = record["exhausted"]
-        pool._next_key, pool._counters, pool._segments = (record[n] for n in ("next_key", "counters", "segments"))
+        pool._next_key, pool._segments = record["next_key"], record["segments"]
+        pool._counters |= record["counters"]
         rows = iter(from_columns(columns, sum(len(group["responses"]) for group in record["groups"])))
         for saved in record["groups"]:
             responses = [Response(next(rows), **response) for response in saved.pop("responses")]

@@ -1,0 +1,114 @@
+"""Prompt groups without a reward: dropped, counted, replaced, and too many of them end the run.
+
+With the samples generators of tests/test_partial_samples.py: ours, OpenRLHF's executor, a reward file, a data loader.
+"""
+
+from collections import Counter
+
+import pipeline
+import pytest
+from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, rollouts, without_ray  # noqa: F401
+
+REWARD = """
+import math, torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    n = int(labels[0])
+    if n in BAD:
+        return {"rewards": BAD[n]}
+    return {"rewards": torch.tensor([sum(c in "13579" for c in queries[0][len(prompts[0]):]) / 8])}
+"""
+NAN, NONE, TWO = "math.nan", "None", "[1.0, 2.0]"
+MODES = [
+    dict(partial__token_budget=3),
+    dict(partial__token_budget=None),
+    dict(partial__token_budget=None, replay__ratio=1),
+]
+
+
+@pytest.fixture
+def generator_for(tmp_path):
+    """A generator over prompts 0, 1, ... whose reward file answers for some with what stands in `bad`."""
+
+    def make(bad: dict[int, str], **flags):
+        pipeline.make_model(tmp_path)
+        answers = ", ".join(f"{n}: {answer}" for n, answer in bad.items())
+        (tmp_path / "reward.py").write_text(REWARD + f"\nBAD = {{{answers}}}\n")
+        return make_generator(tmp_path, **dict(reward_fault__max_drop_rate=0.9) | flags)
+
+    return make
+
+
+def faults(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if name.startswith("reward_fault/") and value}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["partial", "plain", "replay"])
+def test_a_group_with_a_response_without_a_reward_is_dropped_counted_and_replaced(generator_for, mode):
+    generator = generator_for({1: NAN, 5: NONE, 6: NONE, 9: TWO}, **mode)
+    trained, counts = [], Counter()
+    for batch in filter(None, rollouts(generator)):  # OpenRLHF's own ends with an empty one
+        assert len(batch) == 4 * NUM_SAMPLES  # whole to the end
+        assert all(sample.rewards.isfinite() and sample.scores.isfinite() for sample in batch)
+        counts.update(faults(batch.metrics))
+        counts["partial"] += batch.metrics.get("partial/dropped_unrewarded", 0)
+        trained += labels(batch)
+    assert sorted(trained) == [n for n in range(20) if n not in (1, 5, 6, 9)]
+    reasons = {"reward_fault/not_finite": 1, "reward_fault/none": 2, "reward_fault/wrong_length": 1}
+    assert counts == Counter(
+        reasons | {"reward_fault/dropped": 4, "partial": 4 if mode["partial__token_budget"] else 0}
+    )
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["partial", "plain", "replay"])
+@pytest.mark.parametrize("rate", [0.0, 0.25, 0.5])
+def test_more_groups_without_a_reward_than_the_rate_allows_end_the_run_with_the_cause(generator_for, mode, rate):
+    # Batches of 4 groups; every one of these has a group without.
+    generator = generator_for(dict.fromkeys(range(20), NAN), reward_fault__max_drop_rate=rate, **mode)
+    with pytest.raises(RuntimeError) as error:
+        generator.generate_samples(**GENERATE)
+    file = generator.args.reward.remote_url[0]
+    allowed = int(4 * rate)
+    assert str(error.value) == (
+        f"--reward.remote_url {file}: {file}: 'rewards' is nan; {allowed + 1} of a batch's 4 prompt groups have no "
+        f"reward, --reward_fault.max_drop_rate {rate:g} allows {allowed}"
+    )
+
+
+def test_the_rate_is_of_each_batch_by_itself(generator_for):
+    generator = generator_for({n: NAN for n in range(20) if n % 5 == 0}, reward_fault__max_drop_rate=0.5)
+    assert len([*rollouts(generator)]) == 4
+
+
+def test_what_lost_groups_leave_at_the_end_of_the_data_is_cut_to_whole_micro_batches_and_counted(generator_for):
+    flags = dict(partial__token_budget=None, train__micro_batch_size=6, num_prompts=8)
+    batches = [*rollouts(generator_for({3: NAN}, **flags))]
+    assert [len(batch) for batch in batches] == [12, 6]
+    assert faults(batches[1].metrics) | faults(batches[0].metrics) == {
+        "reward_fault/dropped": 2.0 if "reward_fault/not_finite" in batches[1].metrics else 1.0,
+        "reward_fault/not_finite": 1.0,
+        "reward_fault/left_over": 1.0,
+    }
+
+
+def test_an_evaluation_leaves_out_whole_prompts(generator_for):
+    generator = generator_for({3: NAN}, partial__token_budget=None)
+    generator.eval_dataloader = generator.prompts_dataloader
+    samples = generator.generate_eval_samples(**GENERATE, n_samples_per_prompt=2)
+    assert sorted(int(sample.labels[0]) for sample in samples) == sorted([n for n in range(20) if n != 3] * 2)
+
+
+def test_an_engine_gets_the_limits_of_the_flags(generator_for):
+    generator = generator_for({}, reward_fault__patience=7, reward_fault__timeout=2.5)
+    for engine in generator.vllm_engines:
+        limits = engine.executor.reward_limits
+        assert (limits.patience, limits.timeout) == (7.0, 2.5)
+
+
+def test_an_agents_reward_that_is_no_number_names_the_agent(tmp_path):
+    argv = pipeline.flags(tmp_path, reward__remote_url=None, train__agent_func_path="agent.py")
+    generator = pipeline.samples_generator(pipeline.parse(argv))
+    sample = generator._process_response_into_experience(pipeline.response(reward=float("nan")), max_len=8)
+    assert sample.rewards is None
+    with pytest.raises(RuntimeError, match=r"^--train.agent_func_path agent.py: the reward of a response is nan; the"):
+        generator._lose(sample.reward_fault, 9, 9)
