@@ -17,17 +17,8 @@ from openrlhf_bapo.core.clip_bounds import tally_contributions
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
-# A grid that the tiny model's updates reach into.
-SEARCH = replace(
-    ClipConfig.preset("readme"),
-    contribution="gradient",
-    ratio_lower_start=0.9,
-    ratio_lower_max=0.99,
-    ratio_lower_step=0.01,
-    ratio_upper_start=1.01,
-    ratio_upper_max=1.2,
-    ratio_upper_step=0.01,
-)
+# A target that some of the tiny model's steps reach at once, some between the ends of the ranges, and some never.
+SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.65)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +41,7 @@ def arguments(directory, **overrides) -> dict:
         num_iterations=2,
         max_completion_length=12,
         max_steps=6,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
@@ -139,7 +130,7 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(dire
         for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
             assert logged[number][f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
         found.add(bounds)
-    assert len(found) > 2  # the search had choices to make
+    assert len(found) > 1  # the search had choices to make
     assert max(entry["clip_ratio/region_mean"] for entry in logged) > 0  # and TRL clipped by them
 
 

@@ -1,5 +1,6 @@
 """What a training command will do, on paper: GPUs, memory, tokens, time, staleness, and what will not work."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from openrlhf_bapo.adapter.checks import clashes, gpu_groups
 from openrlhf_bapo.adapter.failures import nearest_folder
+from openrlhf_bapo.adapter.input_files import warn
 from openrlhf_bapo.planning.memory import (
     KNOWN_SHAPES,
     EngineSetup,
@@ -193,6 +195,16 @@ def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
             of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints" if flag == "--ckpt.path" else ""
             found.append(f"{flag} {folder}: a run writes {needed:,} bytes{of}, and {room:,} are free")
     return found
+
+
+def warn_of_small_disks(args: Namespace) -> None:
+    """`disk_warnings` of a model that is in a folder, on stderr; flat `args`, names with dots."""
+    from openrlhf.utils.config import hierarchize
+
+    model = vars(args)["actor.model_name_or_path"]
+    with contextlib.suppress(ValueError):  # an architecture that the plan does not know
+        for warning in disk_warnings(hierarchize(args), read_shape(model)) if os.path.isdir(model) else []:
+            warn(warning)
 
 
 def training_setup(args: Namespace) -> TrainingSetup:

@@ -1,7 +1,6 @@
 """`openrlhf.cli.train_ppo_ray` with BAPO: all of its flags and ours, in the same Ray pipeline."""
 
 import argparse
-import contextlib
 import functools
 import os
 import signal
@@ -11,6 +10,7 @@ from typing import NoReturn
 
 from openrlhf_bapo.adapter.arguments import run_upstream
 from openrlhf_bapo.adapter.interrupts import catch_signals, leave_signals, watch_engines
+from openrlhf_bapo.adapter.plan import warn_of_small_disks
 from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     watch_engines(failures)
 
     def prepare(args: argparse.Namespace) -> None:
-        _warn_of_small_disks(args)
+        warn_of_small_disks(args)
         use_checkpoint(args)
         _prepare_ray(args, signals)
         values.update(vars(args))
@@ -39,18 +39,6 @@ def main(argv: list[str] | None = None) -> None:
             raise
         _end(failures[0] if failures else error, values, signals)
     print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
-
-
-def _warn_of_small_disks(args: argparse.Namespace) -> None:
-    from openrlhf.utils.config import hierarchize
-
-    from openrlhf_bapo.adapter.input_files import warn
-    from openrlhf_bapo.adapter.plan import disk_warnings, read_shape
-
-    model = vars(args)["actor.model_name_or_path"]
-    with contextlib.suppress(ValueError):  # an architecture that the plan does not know
-        for warning in disk_warnings(hierarchize(args), read_shape(model)) if os.path.isdir(model) else []:
-            warn(warning)
 
 
 def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
