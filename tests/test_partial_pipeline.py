@@ -125,12 +125,12 @@ def _generate_greedily(directory: Path) -> None:
             whole = {"tokens": [], "log_probs": [], "outcome": None}
             while whole["outcome"] is None:
                 (piece,) = await engine.grow_responses.remote(
-                    prompt=prompt,
+                    prompt=(0, prompt),
                     label="",
                     sampling_params=params,
                     max_length=72,
                     hf_tokenizer=tokenizer,
-                    kept_tokens=[whole["tokens"]],
+                    kept_tokens={0: whole["tokens"]},
                     budget=budget,
                 )
                 assert len(piece["tokens"]) <= budget
