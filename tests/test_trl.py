@@ -17,6 +17,9 @@ from openrlhf_bapo.core.clip_bounds import tally_contributions
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
+# TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.
+os.environ.pop("VLLM_LOGGING_LEVEL", None)
+
 # A target that some of the tiny model's steps reach at once, some between the ends of the ranges, and some never.
 SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.65)
 
