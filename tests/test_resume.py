@@ -79,9 +79,8 @@ def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_t
 def test_a_resumed_actor_takes_the_samples_in_the_order_of_the_unbroken_one(tmp_path):
     directory = pipeline.make_model(tmp_path)
     samples = pipeline.make_experience([3, 7, 5, 8, 2, 6, 4, 9], seed=3)
-    argv = pipeline.flags(
-        directory, policy_loss="bapo", ckpt__save_steps=1, train__batch_size=4, train__micro_batch_size=2
-    )
+    steps = dict(ckpt__save_steps=1, train__batch_size=4, train__micro_batch_size=2)
+    argv = pipeline.flags(directory, policy_loss="bapo", train__full_determinism_enable=True, **steps)
     (unbroken,) = pipeline.train_policy_actors(directory, argv, [samples], num_steps=2, save_after=1)
     (resumed,) = pipeline.train_policy_actors(directory, [*argv, "--ckpt.load_enable"], [samples])
     assert resumed["status"]["policy_loss"] == unbroken["status"]["policy_loss"]

@@ -42,7 +42,8 @@ def _use_actor_trainer(_: ModuleType) -> None:
 
 
 def _shuffle_by_step(ray_actors: ModuleType) -> None:
-    """Let the order in which a model's samples make micro-batches follow from the seed and the optimizer steps so far.
+    """With `--train.full_determinism_enable`, let the order in which a model's samples make micro-batches follow from
+    the seed and the optimizer steps so far.
 
     OpenRLHF's is drawn from the process's random numbers, which begin anew when a run is resumed.
     """
@@ -54,8 +55,9 @@ def _shuffle_by_step(ray_actors: ModuleType) -> None:
     def ppo_train(self, *args, **kwargs) -> dict:
         import torch
 
-        engine = self.actor.model if model == "actor" else self.critic
-        torch.manual_seed(self.args.train.seed + engine.global_steps)
+        if self.args.train.full_determinism_enable:
+            engine = self.actor.model if model == "actor" else self.critic
+            torch.manual_seed(self.args.train.seed + engine.global_steps)
         return upstream(self, *args, **kwargs)
 
     trainer.ppo_train = ppo_train
