@@ -13,9 +13,6 @@ _PANELS = [
     ("held-out accuracy", {}),  # tags depend on the data: every eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
     ("gradient norm", {"train/actor_grad_norm": None}),
-    ("reward", {"train/reward": None}),  # these three as TRL names them
-    ("entropy (nats per token)", {"train/entropy": None}),
-    ("norm of the gradient", {"train/grad_norm": None}),
     ("clip bounds (importance ratio)", {"train/bapo/clip_high": "upper", "train/bapo/clip_low": "lower"}),
     (
         "positive share of the objective",
@@ -47,11 +44,18 @@ _PANELS = [
     ),
 ]
 
+# What TRL calls otherwise; OpenRLHF has a train/reward too, beside the one that is drawn.
+_IN_TRL = {
+    "train/reward": "train/rollout/reward_mean",
+    "train/entropy": "train/entropy_loss",
+    "train/grad_norm": "train/actor_grad_norm",
+}
+
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """All scalars of the event files under a directory: tag -> (steps, values).
+    """All scalars of the event files under a directory, by OpenRLHF's names: tag -> (steps, values).
 
     Raises:
         FileNotFoundError: if there is none.
@@ -68,6 +72,9 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
                 values.append(event.value)
     if not scalars:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
+    for name, ours in _IN_TRL.items():
+        if name in scalars and ours not in scalars:
+            scalars[ours] = scalars.pop(name)
     return scalars
 
 
