@@ -153,8 +153,8 @@ class BapoGRPOTrainer(GRPOTrainer):
             "found_low": found.lower,
             "found_high": found.upper,
         }
-        for name, value in metrics.items():
-            self._metrics["train"][f"bapo/{name}"].append(value.item())
+        for name, value in zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True):  # one host sync
+            self._metrics["train"][f"bapo/{name}"].append(value)
 
     def _clip_to(self, bounds: ClipBounds | SteadyBounds) -> None:
         self.epsilon_low, self.epsilon_high = 1 - bounds.lower.item(), bounds.upper.item() - 1
