@@ -4,8 +4,25 @@ Every name loads its module when it is first used: the search needs torch only, 
 """
 
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # what `__getattr__` finds
+    from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss  # noqa: F401
+    from openrlhf_bapo.adapter.registration import register  # noqa: F401
+    from openrlhf_bapo.core.clip_bounds import (  # noqa: F401
+        ClipBounds,
+        ClipConfig,
+        ContributionTally,
+        find_clip_bounds,
+        measure_clip_bounds,
+        solve_clip_bounds,
+        tally_at_bounds,
+        tally_contributions,
+    )
+    from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds  # noqa: F401
 
 _MODULES = {
     "BapoPolicyLoss": "openrlhf_bapo.adapter.policy_loss",
@@ -25,7 +42,16 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def register_in_vllm() -> None:
+    """The entry point in the group `vllm.general_plugins`, which vLLM calls in all of its processes.
+
+    Those of OpenRLHF that are no Ray workers are reached in no other way; without OpenRLHF there is nothing to do.
+    """
+    if importlib.util.find_spec("openrlhf"):
+        importlib.import_module("openrlhf_bapo.adapter.registration").register()

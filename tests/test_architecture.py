@@ -14,7 +14,7 @@ LIBRARIES = {
     "math_tasks": {"torch", "math_verify", "latex2sympy2_extended", "sympy"},
     "planning": set(),
 }
-FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers", "trl"}
+FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers", "trl", "verl"}
 
 
 def imports(file) -> set[str]:
@@ -37,8 +37,8 @@ def test_imports_go_from_cli_to_adapter_to_the_three_that_know_no_framework(file
         assert roots <= {"openrlhf_bapo"} | LIBRARIES[layer] | set(sys.stdlib_module_names)
         ours = {name for name in found if name.startswith("openrlhf_bapo")}
         assert all(f"{name}.".startswith(f"openrlhf_bapo.{layer}.") for name in ours), ours
-    if layer == "trl.py":
-        assert roots <= {"openrlhf_bapo", "torch", "trl"} | set(sys.stdlib_module_names)
+    if layer in ("trl.py", "verl.py"):
+        assert roots <= {"openrlhf_bapo", "torch", "tensordict", layer[:-3]} | set(sys.stdlib_module_names)
         assert not {name for name in found if name.startswith("openrlhf_bapo") and ".core." not in f"{name}."}
     if layer == "adapter":
         assert not any(name.startswith("openrlhf_bapo.cli") for name in found)

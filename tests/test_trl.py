@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.clip_bounds import tally_contributions
+from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
@@ -53,23 +57,38 @@ def arguments(directory, **overrides) -> dict:
         bf16=False,
         seed=1,
     )
-    prompts = [f"{a}+{b}=" for a in range(10) for b in range(10)]
+    prompts = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(10) for b in range(10)]})
     return dict(
         model=AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
         reward_funcs=num_odd,
         args=GRPOConfig(**values | overrides),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(4)),
     )
 
 
 class Recording(BapoGRPOTrainer):
-    """Keeps each optimizer step's micro-batches, its weights, the bounds of each loss, and the number of forwards."""
+    """Keeps each optimizer step's micro-batches, its weights, the bounds of each loss, and the number of forwards.
 
-    def __init__(self, *args, **kwargs) -> None:
+    With `uses_tools`, every third token is a tool's, and each token has an advantage of its own.
+    """
+
+    def __init__(self, *args, uses_tools: bool = False, **kwargs) -> None:
         self.windows, self.weights, self.bounds, self.num_forwards = [], [], [], 0
+        self.uses_tools = uses_tools
         super().__init__(*args, **kwargs)
 
+    def _generate_and_score_completions(self, inputs):
+        found = super()._generate_and_score_completions(inputs)
+        if self.uses_tools:
+            place = torch.arange(found["completion_ids"].shape[1]).expand_as(found["completion_ids"])
+            found["tool_mask"] = (place % 3 != 1).long()
+            found["advantages"] = found["advantages"][:, None] * (1 + place)
+        return found
+
     def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
         if self._step % self.current_gradient_accumulation_steps == 0:
             self.windows.append([])
             self.weights.append({name: value.clone() for name, value in self.model.state_dict().items()})
@@ -79,12 +98,12 @@ class Recording(BapoGRPOTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        self.num_forwards += self._buffered_inputs is not None
+        self.num_forwards += self.model.training and self._buffered_inputs is not None
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
 
-def trained(directory, smoothing=None, search=SEARCH, **overrides) -> Recording:
-    trainer = Recording(**arguments(directory, **overrides), bapo=search, smoothing=smoothing)
+def trained(directory, smoothing=None, uses_tools=False, **overrides) -> Recording:
+    trainer = Recording(**arguments(directory, **overrides), bapo=SEARCH, smoothing=smoothing, uses_tools=uses_tools)
     trainer.train()
     return trainer
 
@@ -102,19 +121,26 @@ def joined(directory, trainer: Recording, number: int, loss_type: str = "dapo") 
             logits = model(ids, attention_mask=attention, position_ids=positions).logits[:, :-1]
         new = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[:, -inputs["completion_ids"].shape[1] :, 0]
         old = inputs.get("old_per_token_logps")
-        mask = inputs["completion_mask"].double()
+        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).double()
         per_response = mask / mask.sum(1, keepdim=True)
         weight = {"grpo": per_response, "bnpo": mask / mask.sum()}.get(loss_type, mask)
         ratio = torch.ones_like(new) if old is None else (new - old).exp()
-        found.append([x[mask > 0] for x in (ratio, inputs["advantages"][:, None].expand_as(ratio), weight)])
+        advantages = inputs["advantages"] if "tool_mask" in inputs else inputs["advantages"][:, None].expand_as(ratio)
+        found.append([x[mask > 0] for x in (ratio, advantages, weight)])
     return tuple(torch.cat(columns) for columns in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("accumulation", "loss_type"), [(4, "dapo"), (1, "dapo"), (4, "grpo"), (4, "bnpo")])
-def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(directory, accumulation, loss_type):
+@pytest.mark.parametrize(
+    ("accumulation", "loss_type", "uses_tools"),
+    [(4, "dapo", False), (1, "dapo", False), (4, "grpo", False), (4, "bnpo", False), (4, "grpo", True)],
+)
+def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(
+    directory, accumulation, loss_type, uses_tools
+):
     batch = 16 // accumulation
     trainer = trained(
         directory,
+        uses_tools=uses_tools,
         gradient_accumulation_steps=accumulation,
         per_device_train_batch_size=batch,
         steps_per_generation=2 * accumulation,
@@ -135,6 +161,8 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(dire
         found.add(bounds)
     assert len(found) > 1  # the search had choices to make
     assert max(entry["clip_ratio/region_mean"] for entry in logged) > 0  # and TRL clipped by them
+    # Two forwards a micro-batch, and one a generation for its log-probs, of which the first came before the buffer.
+    assert trainer.num_forwards == 2 * 6 * accumulation + 1
 
 
 def test_a_range_of_one_point_is_trls_own_loss_to_the_last_bit(directory):
@@ -150,16 +178,21 @@ def test_a_range_of_one_point_is_trls_own_loss_to_the_last_bit(directory):
     assert any(not torch.equal(theirs[name], start[name]) for name in theirs)
 
 
-def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory):
+def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own_nor_see_an_evaluation(directory):
     smoothing = SmoothingConfig(half_life=2.0)
-    trainer = trained(directory, smoothing)
+    trainer = trained(directory, smoothing, eval_strategy="steps", eval_steps=2)
     steady = SteadyBounds(SEARCH, smoothing)
+    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
     for number in range(6):
         bounds = steady.lower.item(), steady.upper.item()
         assert trainer.bounds[4 * number : 4 * number + 4] == [pytest.approx(bounds, abs=1e-6)] * 4
-        steady.update(tally_contributions(*joined(directory, trainer, number), SEARCH))
-    # One forward a micro-batch; the one of each generation for its log-probs came before there was a buffer, but once.
-    assert trainer.num_forwards == 6 * 4 + 1
+        tokens = joined(directory, trainer, number)
+        now = steady.lower, steady.upper
+        used = measure_clip_bounds(tally_at_bounds(*tokens, *now), *now, SEARCH)
+        found = steady.update(tally_contributions(*tokens, SEARCH))
+        for name, value in bounds_metrics([used], [found]).items():
+            assert logged[number][name] == pytest.approx(value, abs=1e-4)
+    assert trainer.num_forwards == 6 * 4 + 1  # one of each generation, as above
 
 
 def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our_own(directory):
@@ -224,3 +257,12 @@ def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory):
 )
 def test_trl_reads_the_clip_bounds_and_keeps_its_micro_batches_where_the_adapter_expects_them(where, text):
     assert text in inspect.getsource(getattr(GRPOTrainer, where))
+
+
+def test_the_example_trains_a_policy_that_can_do_its_task_and_logs_what_is_drawn(tmp_path):
+    command = [sys.executable, "examples/trl/train.py", "--runs", str(tmp_path), "--max_steps", "32"]
+    run = subprocess.run(command, cwd=pipeline.REPOSITORY, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    scalars = read_scalars(tmp_path / "bapo")
+    assert all(0.3 < reward < 0.8 for reward in scalars["train/rollout/reward_mean"][1])
+    assert len(set(scalars["train/bapo/clip_high"][1])) > 1

@@ -1,8 +1,8 @@
 """BAPO in TRL on a laptop: a tiny policy that can nearly add is trained with `BapoGRPOTrainer`, in two minutes.
 
-    bash scripts/setup.sh
-    .venv/bin/python examples/trl/train.py            # or --method grpo, for TRL's fixed clip
-    .venv/bin/openrlhf-bapo plot runs/trl/bapo -o runs/trl/curves.png
+    pip install '.[trl,plot]' reasoning-gym      # or bash scripts/setup.sh, and .venv/bin/ before what follows
+    python examples/trl/train.py                  # or --method grpo, for TRL's fixed clip
+    openrlhf-bapo plot runs/trl/bapo -o runs/trl/curves.png
 
 Further flags are GRPOConfig's, such as --learning_rate 1e-4 or --num_iterations 4. Each generation of 256 samples is
 trained on in 8 optimizer steps, twice, so that its later ones are off-policy.
@@ -54,7 +54,8 @@ def main() -> None:
     args, flags = parser.parse_known_args()
 
     start = args.runs / "start"
-    subprocess.run([sys.executable, str(EXAMPLES / "quickstart" / "prepare.py"), str(start)], check=True)
+    prepare = [str(EXAMPLES / "quickstart" / "prepare.py"), "--task", "chain_sum", str(start)]
+    subprocess.run([sys.executable, *prepare], check=True)
     values = DEFAULTS | {"output_dir": args.runs / args.method}
     given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     (config,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses([*given, *flags])

@@ -201,7 +201,8 @@ def _cell(ratio: torch.Tensor, scale: float, num_cells: int) -> torch.Tensor:
 def _edges(config: ClipConfig, device: torch.device, dtype: torch.dtype) -> _Edges:
     # Cached, as _path is: building them copies from the host, which would stall a GPU in every update.
     grids = config.lower_grid(), config.upper_grid()
-    return _Edges(*(torch.tensor(grid, dtype=torch.float64, device=device).to(dtype) for grid in grids), num_cells=4096)
+    lower, upper = (torch.tensor(grid, dtype=torch.float64, device=device).to(dtype) for grid in grids)
+    return _Edges(lower, upper, num_cells=4096)
 
 
 @dataclass(frozen=True)
@@ -232,11 +233,10 @@ def _path(config: ClipConfig, device: torch.device) -> _Path:
 @functools.lru_cache(maxsize=64)
 def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     # Positive tokens with r <= upper[k] stand in buckets 0..k; negative ones with r >= lower[k] in buckets k+1 and on.
-    lower, upper = torch.tensor(lower), torch.tensor(upper)
-    positive = torch.arange(upper.max() + 2)[:, None] <= upper
-    negative = torch.arange(lower.max() + 2)[:, None] > lower
+    positive = torch.arange(max(upper) + 2)[:, None] <= torch.tensor(upper)
+    negative = torch.arange(max(lower) + 2)[:, None] > torch.tensor(lower)
     inside, outside = (torch.block_diag(*sides) for sides in ((positive, negative), (~positive, ~negative)))
-    first = torch.arange(lower.numel(), 0, -1)
+    first = torch.arange(len(lower), 0, -1)
     last = torch.where(first == 1, 0, -1)
     return torch.cat([inside, outside], 1).to(device, torch.float64), first.to(device), last.to(device)
 
@@ -324,7 +324,7 @@ def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ed
         return ContributionTally(_sums_of_all(*tokens, edges, 1))
     starts = range(0, ratio.numel(), _BLOCK_TOKENS)
     blocks = ([x[start : start + _BLOCK_TOKENS] for x in tokens] for start in starts)
-    return ContributionTally(functools.reduce(torch.add, (_sums_of_block(*block, edges) for block in blocks)))
+    return ContributionTally(functools.reduce(torch.add, (_sums_of_block(edges, *block) for block in blocks)))
 
 
 def _sums_of_all(
@@ -347,7 +347,7 @@ def _sums_of_all(
     return sums.view(3, num_lanes, num_buckets).sum(1).abs_()
 
 
-def _sums_of_block(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: _Edges) -> torch.Tensor:
+def _sums_of_block(edges: _Edges, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As `_sums_of_all`, faster on a CPU: most tokens are inside at every point, and only the others need a bucket."""
     r, size = ratio.double(), advantages.double() * mask
     outside = (r.clamp(*edges.innermost).sub_(r).mul_(size) < 0).nonzero().squeeze(1)

@@ -121,7 +121,7 @@ def offpolicy_metrics(tally: OffPolicyTally) -> dict[str, float]:
     total = torch.cat([tally.sums.sum(0), tally.maxima.amax(0)]).unsqueeze(0)
     (num_all, *_), *_ = everything = torch.cat([total, rows]).tolist()
 
-    found = {}
+    found: dict[str, float] = {}
     for label, row in zip((None, *STALENESS_BUCKETS), everything, strict=True):
         num, ratio, ratio_squared, staleness, steps, positive, above, negative, below, *highest = row
         ratio_max, staleness_max, steps_max = highest

@@ -187,6 +187,11 @@ class PartialPool:
             response.segments.append(len(tokens))
         response.outcome = outcome
 
+    def restart(self, response: Response) -> None:
+        """Let a response grow from its first token again."""
+        self._counters["tokens_wasted"] += response.num_tokens
+        response.tensors, response.segments, response.outcome = _empty(), [], None
+
     def expire(self, version: int) -> None:
         """Drop the groups that can no longer be taken at `version`; those at max_segments too, unless they finish."""
         drops = self.config.on_stale == "drop"
@@ -233,11 +238,11 @@ class PartialPool:
 
         Returns:
             "partial/" in_flight and waiting (unfinished and complete groups), started, taken, dropped (all reasons)
-            and dropped_REASON (groups), resumed and finished (responses), tokens_wasted (of groups that were dropped),
-            segments_mean and segments_max (missing if no response was taken).
+            and dropped_REASON (groups), resumed and finished (responses), tokens_wasted (of groups that were dropped
+            and responses that were restarted), segments_mean and segments_max (missing if no response was taken).
         """
         counted = self._counters
-        found = {
+        found: dict[str, float] = {
             "in_flight": len(self.unfinished),
             "waiting": len(self.complete),
             **{name: counted[name] for name in _COUNTERS if name not in REASONS},

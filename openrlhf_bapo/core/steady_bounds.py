@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally, solve_clip_bounds
+from openrlhf_bapo.core.clip_bounds import (
+    ClipBounds,
+    ClipConfig,
+    ContributionTally,
+    measure_clip_bounds,
+    solve_clip_bounds,
+    tally_at_bounds,
+    tally_contributions,
+)
 
 AVERAGES = ("bounds", "tally")
 
@@ -68,6 +76,23 @@ class SteadyBounds:
         self.lower, self.upper = torch.tensor(start, dtype=torch.float64).unbind()
         self._tally: ContributionTally | None = None
         self._keep = 0.5 ** (1 / smoothing.half_life)
+
+    def tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
+        """What `end_update` needs of tokens that are trained between the bounds; shapes as in `tally_contributions`.
+
+        Its columns are the search's, then those at the bounds, so that one collective reduces both.
+        """
+        self.to(ratio.device)
+        tokens = ratio, advantages, mask
+        parts = tally_contributions(*tokens, self.config), tally_at_bounds(*tokens, self.lower, self.upper)
+        return ContributionTally(torch.cat([part.sums for part in parts], dim=1))
+
+    def end_update(self, tally: ContributionTally) -> tuple[ClipBounds, ClipBounds]:
+        """`update` from the sum of the update's tallies, of all ranks: what it was trained with, and what is found."""
+        num_at_bounds = 4  # two buckets a side
+        searched, at_bounds = map(ContributionTally, tally.sums.tensor_split([-num_at_bounds], dim=1))
+        used = measure_clip_bounds(at_bounds, self.lower, self.upper, self.config)
+        return used, self.update(searched)
 
     @torch.no_grad()
     def update(self, tally: ContributionTally) -> ClipBounds:

@@ -1,0 +1,190 @@
+"""BAPO in verl, in an environment of its own: its cases, a whole run, and the same tokens in OpenRLHF, TRL and verl."""
+
+import json
+import os
+import re
+import subprocess
+
+import pipeline
+import pytest
+import torch
+from test_trl import arguments
+
+from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
+from openrlhf_bapo.cli import plot
+from openrlhf_bapo.trl import BapoGRPOTrainer
+
+pytestmark = pytest.mark.timeout(1800)
+SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.35)  # as in verl_cases.py
+
+
+@pytest.fixture(scope="module")
+def tokens() -> dict[str, torch.Tensor]:
+    """Of 8 responses, each [8, 12]; in some the ratio is far from 1."""
+    generator = torch.Generator().manual_seed(0)
+    log_probs = -2 * torch.rand(8, 12, generator=generator)
+    mask = (torch.arange(12) < torch.randint(1, 13, (8, 1), generator=generator)).long()
+    return dict(
+        log_probs=log_probs,
+        old_log_probs=log_probs + 0.5 * torch.randn(8, 12, generator=generator),
+        advantages=(torch.randn(8, 1, generator=generator) - 0.4).expand(8, 12).contiguous(),
+        mask=mask,
+    )
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """The directory of verl's environment that has python in it."""
+    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts" / "setup_verl.sh")], check=True)
+    return pipeline.REPOSITORY / ".venv-verl" / "bin"
+
+
+@pytest.fixture(scope="module")
+def in_verl(tokens, programs, tmp_path_factory):
+    """The run of verl's cases, and what its loss makes of the tokens: lower and upper bound, gradient [8, 12]."""
+    directory = tmp_path_factory.mktemp("verl")
+    torch.save(tokens, directory / "tokens.pt")
+    files = pipeline.REPOSITORY / "tests" / "verl_cases.py", directory / "tokens.pt", directory / "found.pt"
+    run = subprocess.run([programs / "python", *files], capture_output=True, text=True, cwd=directory)
+    return run, torch.load(directory / "found.pt")
+
+
+def test_verls_cases_pass_in_an_environment_of_its_own(in_verl):
+    run, _ = in_verl
+    assert run.returncode == 0 and "skipped" not in run.stdout.splitlines()[-1], run.stdout[-20_000:]
+
+
+class Given(BapoGRPOTrainer):
+    """A trainer whose policy gives these log-probs, [batch, tokens]."""
+
+    given: torch.Tensor
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return self.given, torch.zeros_like(self.given), None
+
+
+def in_trl(directory, log_probs, old_log_probs, advantages, mask):
+    trainer = Given(**arguments(directory, per_device_train_batch_size=8, steps_per_generation=1), bapo=SEARCH)
+    trainer.given = log_probs.clone().requires_grad_()
+    ids = torch.ones_like(mask)
+    inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages)
+    inputs |= dict(old_per_token_logps=old_log_probs, num_items_in_batch=mask.sum())
+    trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = [inputs], 1
+    trainer.model.train()
+    trainer._compute_loss(trainer.model, inputs).backward()
+    return 1 - trainer.epsilon_low, 1 + trainer.epsilon_high, trainer.given.grad
+
+
+def in_openrlhf(log_probs, old_log_probs, advantages, mask):
+    loss, log_probs = BapoPolicyLoss(clip_config=SEARCH), log_probs.clone().requires_grad_()
+    loss(log_probs, old_log_probs, advantages, mask)[0].backward()
+    return loss.found[0].lower.item(), loss.found[0].upper.item(), log_probs.grad
+
+
+def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_verl(tokens, in_verl, tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    ratio = (tokens["log_probs"] - tokens["old_log_probs"]).exp()
+    bounds = find_clip_bounds(ratio, tokens["advantages"], tokens["mask"], SEARCH)
+    assert bounds.initial_share < 0.35 <= bounds.positive_share  # somewhere on the path
+    expected = in_openrlhf(**tokens)
+    clipped = (expected[2] == 0) & (tokens["mask"] > 0)
+    assert 0 < clipped.sum() < tokens["mask"].sum()
+    for *found, gradient in (expected, in_trl(directory, **tokens), in_verl[1]):
+        assert found == pytest.approx([bounds.lower.item(), bounds.upper.item()], abs=1e-12)
+        assert torch.allclose(gradient, expected[2], rtol=1e-5, atol=1e-8)
+
+
+ON_A_CPU = {
+    "trainer.device": "cpu",
+    "trainer.n_gpus_per_node": 2,
+    "+ray_kwargs.ray_init.num_gpus": 2,
+    "ray_kwargs.ray_init.num_cpus": 16,  # verl asks for more than the machine may have; they only count actors
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+    "actor_rollout_ref.model.use_remove_padding": False,  # needs flash attention
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.rollout.enforce_eager": True,
+    "actor_rollout_ref.rollout.free_cache_engine": False,
+    "+actor_rollout_ref.rollout.enable_sleep_mode": False,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
+}
+SMALL = {
+    "trainer.total_training_steps": 4,
+    "trainer.val_before_train": False,
+    "data.train_batch_size": 16,
+    "data.max_prompt_length": 8,
+    "data.max_response_length": 8,
+    "data.dataloader_num_workers": 0,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+    "actor_rollout_ref.rollout.max_model_len": 64,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+}
+TARGET = 0.56
+
+
+def make_verls_data(directory) -> None:
+    """Our tiny model with what verl asks of a chat model's tokenizer, its prompts as verl's rows, a reward."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    pipeline.make_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.add_tokens(["\n"])
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(directory / "model")
+    rows = [
+        dict(
+            data_source="sums",
+            prompt=[dict(role="user", content=row["input"])],
+            reward_model=dict(style="rule", ground_truth=row["label"]),
+        )
+        for row in map(json.loads, open(directory / "train.jsonl"))
+    ]
+    for part in ("train", "test"):
+        Dataset.from_list(rows).to_parquet(directory / f"{part}.parquet")
+    (directory / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return sum(c in '13579' for c in solution_str) / 8\n"
+    )
+
+
+@pytest.mark.pipeline
+def test_a_whole_run_of_verls_trainer_on_two_ranks_learns_between_bounds_that_it_finds(programs, tmp_path):
+    make_verls_data(tmp_path)
+    settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": tmp_path / "reward.py"}
+    settings |= {"hydra.run.dir": tmp_path / "hydra"}
+    search = "+actor_rollout_ref.actor.policy_loss.search"
+    settings |= {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
+    command = ["bash", str(pipeline.REPOSITORY / "examples" / "verl" / "train.sh")]
+    environment = dict(
+        PATH=f"{programs}:{os.environ['PATH']}",
+        PYTHONPATH=str(pipeline.REPOSITORY / "tests"),
+        VERL_USE_EXTERNAL_MODULES="verl_cpu",
+        MODEL=str(tmp_path / "model"),
+        TENSORBOARD_DIR=str(tmp_path / "tensorboard"),
+        DATA=str(tmp_path),
+    )
+    log = tmp_path / "log"
+    command += [f"{name}={value}" for name, value in settings.items()]
+    with pipeline.running(command, log, **environment) as process:
+        code = process.wait(1500)
+    output = log.read_text()
+    assert code == 0, output[-5000:]
+    assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
+
+    steps = [dict(re.findall(r"(\S+?):(-?[\d.]+(?:e-?\d+)?) ", line)) for line in re.findall(r"step:\d+ - .*", output)]
+    steps = [{name: float(value) for name, value in step.items()} for step in steps]
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step["training/rollout_probs_diff_mean"] < 0.01  # the engine has the weights that were trained
+        assert 0.6 <= step["actor/bapo/clip_low"] <= 0.9 and 1.2 <= step["actor/bapo/clip_high"] <= 3.0
+        assert step["actor/bapo/positive_share"] >= step["actor/bapo/initial_share"]
+        assert step["actor/bapo/target_reached"] < 1 or step["actor/bapo/positive_share"] >= TARGET
+    assert any(step["actor/bapo/clip_high"] > 1.2 for step in steps)  # and there was something to find
+    assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.1
+    scalars = plot.read_scalars(tmp_path / "tensorboard")
+    plot.draw({"verl": [scalars]}, TARGET, tmp_path / "curves.png")
+    upper = [step["actor/bapo/clip_high"] for step in steps]
+    assert scalars["train/bapo/clip_high"][1] == pytest.approx(upper, abs=1e-3)

@@ -1,0 +1,374 @@
+"""BAPO in verl, on its real FSDP engine on the CPU; run by test_verl.py in an environment of verl's own."""
+
+import inspect
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
+
+import pipeline  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import trl.experimental.ppo  # noqa: E402
+import verl  # noqa: E402
+import verl_cpu  # noqa: E402, F401
+from hydra import compose, initialize_config_dir  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from verl.trainer.config import CheckpointConfig  # noqa: E402
+from verl.trainer.ppo import core_algos  # noqa: E402
+from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E402
+from verl.utils import tensordict_utils  # noqa: E402
+from verl.utils.config import omega_conf_to_dataclass, validate_config  # noqa: E402
+from verl.utils.metric import Metric  # noqa: E402
+from verl.utils.model import get_hf_auto_model_class  # noqa: E402
+from verl.workers import engine_workers  # noqa: E402
+from verl.workers.config import (  # noqa: E402
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    PolicyLossConfig,
+)
+from verl.workers.engine import BaseEngine, EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
+from verl.workers.utils.losses import ppo_loss  # noqa: E402
+from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
+
+from openrlhf_bapo import ClipConfig, find_clip_bounds  # noqa: E402
+from openrlhf_bapo.core.clip_bounds import tally_contributions  # noqa: E402
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds  # noqa: E402
+from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo  # noqa: E402
+
+NUM_SAMPLES, NUM_STEPS = 16, 3
+SEARCH = dict(contribution="gradient", positive_contribution_target=0.35)
+SEARCHING = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH)
+
+
+# What the engine would import in every forked process.
+WARM = torch._dynamo, trl.experimental.ppo, verl
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    found = pipeline.make_model(tmp_path_factory.mktemp("verl"))
+    get_hf_auto_model_class(AutoConfig.from_pretrained(found / "model"))  # imports every kind of model
+    return found
+
+
+def make_batch(directory) -> dict[str, torch.Tensor]:
+    """Samples with responses of 1 to 10 tokens, whose behaviour policy is not far from the model."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 16, (NUM_SAMPLES, 6), generator=generator)
+    mask = (torch.arange(10) < torch.randint(1, 11, (NUM_SAMPLES, 1), generator=generator)).long()
+    responses = torch.randint(3, 16, (NUM_SAMPLES, 10), generator=generator) * mask
+    attention = torch.cat([torch.ones_like(prompts), mask], 1)
+    batch = dict(
+        prompts=prompts,
+        responses=responses,
+        input_ids=torch.cat([prompts, responses], 1),
+        attention_mask=attention,
+        response_mask=mask,
+        position_ids=attention.cumsum(1) - 1,
+        advantages=torch.randn(NUM_SAMPLES, 1, generator=generator).expand(-1, 10).clone(),
+        rollout_is_weights=torch.rand(NUM_SAMPLES, 10, generator=generator) + 0.5,
+    )
+    start = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    noise = 0.4 * torch.randn(NUM_SAMPLES, 10, generator=generator)
+    batch["old_log_probs"] = log_probs(start, batch) + noise
+    return batch
+
+
+@torch.no_grad()
+def log_probs(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the responses' tokens, [samples, 10], by transformers alone."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 5:-1]
+    return logits.log_softmax(-1).gather(2, batch["responses"][..., None])[..., 0]
+
+
+def tokens_of(directory, batch, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Ratio, advantages and mask of a batch under a policy, [samples, 10]."""
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    model.load_state_dict(weights)
+    ratio = (log_probs(model, batch) - batch["old_log_probs"]).exp()
+    return ratio, batch["advantages"], batch["response_mask"]
+
+
+class Counting(BapoFSDPEngine):
+    num_forwards = 0
+
+    def forward_step(self, *args, **kwargs):
+        self.num_forwards += 1
+        return super().forward_step(*args, **kwargs)
+
+
+def plain(metric):
+    """A metric's numbers: a list of the micro-batches', a list of one of ours, or the gradient norm."""
+    if isinstance(metric, list):
+        return [plain(part) for part in metric]
+    return metric.values if isinstance(metric, Metric) else float(metric)
+
+
+def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting, **overrides):
+    """Optimizer steps on this rank's part of a batch: (weights before, metrics) of each, then the last weights."""
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss(), **overrides
+    )
+    fp32 = dict(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
+    engine = make(
+        model_config=HFModelConfig(path=str(directory / "model"), override_config=dict(attn_implementation="sdpa")),
+        engine_config=FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, mixed_precision=fp32),
+        optimizer_config=FSDPOptimizerConfig(lr=5e-3, total_training_steps=NUM_STEPS),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    size = NUM_SAMPLES // dist.get_world_size()
+    rows = {name: value[rank * size : (rank + 1) * size] for name, value in batch.items()}
+    found = []
+    for _ in range(NUM_STEPS):
+        before = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+        data = left_right_2_no_padding(TensorDict({name: x.clone() for name, x in rows.items()}, batch_size=size))
+        tensordict_utils.assign_non_tensor(
+            data,
+            use_remove_padding=False,
+            use_dynamic_bsz=False,
+            micro_batch_size_per_gpu=micro_batch_size,
+            temperature=1.0,
+            global_batch_size=NUM_SAMPLES,
+        )
+        with engine.train_mode():
+            metrics = engine.train_batch(data, partial(ppo_loss, config=actor))["metrics"]
+        found.append((before, {name: plain(value) for name, value in metrics.items()}))
+    after = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
+    return found + [(after, {"num_forwards": getattr(engine, "num_forwards", None)})]
+
+
+def _rank(rank, world_size, port, results, function, args, kwargs):
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    results[rank] = function(rank, *args, **kwargs)
+    dist.destroy_process_group()
+
+
+def on_ranks(world_size: int, function, *args, **kwargs) -> list:
+    """A function's results by rank, each in a process forked off, for which nothing need be imported again."""
+    context = torch.multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        results, port = manager.dict(), pipeline.free_port()
+        common = world_size, port, results, function, args, kwargs
+        processes = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * world_size
+        return [results[rank] for rank in range(world_size)]
+
+
+def bounds_of(steps) -> list[tuple[float, float]]:
+    """The bounds of each optimizer step, as logged."""
+    return [(metrics["bapo/clip_low"][0], metrics["bapo/clip_high"][0]) for _, metrics in steps[:-1]]
+
+
+@pytest.fixture(scope="module")
+def batch(directory):
+    return make_batch(directory)
+
+
+@pytest.fixture(scope="module")
+def steps(directory, batch):
+    """Of one rank, in micro-batches of 4."""
+    return on_ranks(1, train, directory, batch, SEARCHING)[0]
+
+
+def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(directory, batch, steps):
+    for weights, metrics in steps[:-1]:
+        expected = find_clip_bounds(*tokens_of(directory, batch, weights), ClipConfig(**SEARCH))
+        for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
+            assert metrics[f"bapo/{name}"] == [pytest.approx(getattr(expected, name).item(), abs=1e-5)]
+        assert metrics["bapo/clip_low"] == [pytest.approx(expected.lower.item(), abs=1e-9)]
+        assert metrics["bapo/clip_high"] == [pytest.approx(expected.upper.item(), abs=1e-9)]
+    assert len(set(bounds_of(steps))) > 1  # the search had choices to make
+    assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS * NUM_SAMPLES // 4
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 2), (2, 8), (2, 4)])
+def test_however_an_optimizer_step_is_split_its_bounds_and_gradient_are_the_same(
+    directory, batch, steps, num_ranks, micro_batch_size
+):
+    for split in on_ranks(num_ranks, train, directory, batch, SEARCHING, micro_batch_size):
+        assert bounds_of(split) == bounds_of(steps)
+        for (_, theirs), (_, ours) in zip(steps[:-1], split[:-1], strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [dict(clip_ratio_c=1.05), dict(loss_agg_mode="seq-mean-token-mean")],
+    ids=lambda overrides: [*overrides][0],
+)
+def test_a_range_of_one_point_is_verls_own_loss_to_the_last_bit(directory, batch, overrides):
+    fixed = dict(ratio_lower_start=0.7, ratio_lower_max=0.7, ratio_upper_start=1.4, ratio_upper_max=1.4)
+    bapo = partial(BapoPolicyLossConfig, loss_mode="bapo", search=fixed)
+    (ours,) = on_ranks(1, train, directory, batch, bapo, **overrides)
+    overrides |= dict(clip_ratio_low=0.3, clip_ratio_high=0.4)
+    (theirs,) = on_ranks(1, train, directory, batch, PolicyLossConfig, make=FSDPEngineWithLMHead, **overrides)
+    for (our_weights, our_metrics), (their_weights, their_metrics) in zip(ours, theirs, strict=True):
+        assert all(torch.equal(our_weights[name], their_weights[name]) for name in their_weights)
+        their_metrics.pop("num_forwards", None)
+        assert {name: our_metrics[name] for name in their_metrics} == their_metrics
+    assert any(not torch.equal(ours[0][0][name], ours[-1][0][name]) for name in ours[0][0])
+    if "clip_ratio_c" in overrides:  # and the dual clip had something to do
+        assert max(ours[0][1]["actor/pg_clipfrac_lower"]) > 0
+
+
+def test_the_share_is_one_of_the_objective_where_each_response_is_a_mean(directory, batch):
+    (steps,) = on_ranks(1, train, directory, batch, SEARCHING, loss_agg_mode="seq-mean-token-mean")
+    ratio, advantages, mask = tokens_of(directory, batch, steps[0][0])
+    expected = find_clip_bounds(ratio, advantages, mask / mask.sum(1, keepdim=True), ClipConfig(**SEARCH))
+    assert steps[0][1]["bapo/initial_share"] == [pytest.approx(expected.initial_share.item(), abs=1e-5)]
+
+
+def test_the_released_recipe_searches_each_micro_batch_over_the_ranks(directory, batch):
+    released = partial(BapoPolicyLossConfig, loss_mode="bapo", preset="released")
+    ranks = on_ranks(2, train, directory, batch, released, loss_agg_mode="seq-mean-token-mean")
+    weights, metrics = ranks[0][0]
+    rows = torch.arange(NUM_SAMPLES).view(2, 2, 4)  # rank, micro-batch, sample
+    found = []
+    for number in range(2):
+        here = rows[:, number].flatten()
+        tokens = (x[here] for x in tokens_of(directory, batch, weights))
+        found.append(find_clip_bounds(*tokens, ClipConfig.preset("released")))
+    assert metrics["bapo/clip_high"] == [pytest.approx(sum(f.upper.item() for f in found) / 2)]
+    assert metrics["bapo/initial_share"] == [pytest.approx(sum(f.initial_share.item() for f in found) / 2, abs=1e-5)]
+    assert bounds_of(ranks[0]) == bounds_of(ranks[1])
+    assert ranks[0][-1][1]["num_forwards"] == 2 * NUM_STEPS
+
+
+def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory, batch):
+    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH, smoothing=dict(half_life=2.0))
+    config = ClipConfig(**SEARCH)
+    for steps in on_ranks(2, train, directory, batch, policy_loss):
+        steady = SteadyBounds(config, SmoothingConfig(half_life=2.0))
+        for weights, metrics in steps[:-1]:
+            assert metrics["bapo/clip_low"] == [pytest.approx(steady.lower.item(), abs=1e-6)]
+            assert metrics["bapo/clip_high"] == [pytest.approx(steady.upper.item(), abs=1e-6)]
+            found = steady.update(tally_contributions(*tokens_of(directory, batch, weights), config))
+            assert metrics["bapo/found_high"] == [pytest.approx(found.upper.item(), abs=1e-9)]
+        assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS
+
+
+def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    example = pipeline.REPOSITORY / "examples" / "verl"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    given = subprocess.run(["bash", example / "train.sh"], env=environment, capture_output=True, text=True, check=True)
+    with initialize_config_dir(str(example), version_base=None):
+        config = compose("bapo", overrides=[word for word in given.stdout.split() if "=" in word])
+    needs = need_reference_policy(config), need_critic(config)
+    assert needs == (False, False)
+    validate_config(config, *needs)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor.policy_loss, BapoPolicyLossConfig)
+    assert EngineRegistry.get_engine_cls("language_model", actor.strategy) is BapoFSDPEngine
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(loss_mode="vanilla"), "policy_loss.loss_mode 'vanilla' is not allowed"),
+        (dict(loss_mode="bapo", scope="rank"), "policy_loss.scope 'rank' is not allowed"),
+        (dict(loss_mode="bapo", preset="mine"), "preset 'mine' is unknown"),
+        (dict(loss_mode="bapo", search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
+    ],
+)
+def test_a_setting_that_is_not_allowed_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BapoPolicyLossConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("preset", "scope", "half_life"),
+    [("paper", "update", None), ("released", "micro_batch", None), ("steady", "update", 20.0)],
+)
+def test_a_preset_sets_its_scope_and_smoothing_too(preset, scope, half_life):
+    update = BapoPolicyLossConfig(loss_mode="bapo", preset=preset).update
+    assert update.scope == scope
+    assert (update.steady and update.steady.smoothing.half_life) == half_life
+
+
+def test_the_search_takes_a_ratio_as_verls_loss_does_between_e_to_the_minus_20_and_e_to_the_20():
+    log_probs, advantages = torch.tensor([[0.0, 200.0]]), torch.tensor([[1.0, -1.0]])
+    ((found, _),) = on_ranks(1, loss_of, log_probs, torch.zeros(1, 2), advantages, torch.ones(1, 2))
+    assert found.initial_share.item() == pytest.approx(1 / (1 + math.exp(20)), rel=1e-6)
+
+
+def test_another_engine_than_bapos_is_refused_and_the_users_choice_of_one_stays(directory, batch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_ENGINE_VENDOR", "mine")
+        assert on_ranks(1, refused, directory, batch, FSDPEngineWithLMHead) == ["VERL_ENGINE_VENDOR bapo, not mine"]
+
+
+class Asking(BapoFSDPEngine):
+    """Asks for the loss once more when an optimizer step is over."""
+
+    def train_batch(self, data, loss_function):
+        super().train_batch(data, loss_function)
+        self.infer_batch(data, loss_function)
+
+
+def test_a_loss_outside_an_optimizer_step_is_refused(directory, batch):
+    steady = partial(BapoPolicyLossConfig, loss_mode="bapo", preset="steady")
+    assert on_ranks(1, refused, directory, batch, Asking, steady)
+
+
+def refused(rank, directory, batch, make, policy_loss=SEARCHING):
+    with pytest.raises(RuntimeError, match="policy loss bapo needs") as raised:
+        train(rank, directory, batch, policy_loss, make=make)
+    return str(raised.value).split("fsdp2, and ")[1]
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (BaseEngine.train_batch, "self.forward_backward_batch(data, loss_function, forward_only=False)"),
+        (BaseEngine.infer_batch, "self.forward_backward_batch(data, loss_function, forward_only=True)"),
+        (EngineRegistry.get_engine_cls, 'os.getenv("VERL_ENGINE_VENDOR")'),
+        (FSDPEngineWithLMHead.forward_step, "if loss_function is not None:"),
+        (core_algos.compute_policy_loss_vanilla, "config.clip_ratio_low if config.clip_ratio_low is not None"),
+        (core_algos.compute_policy_loss_vanilla, "torch.clamp(negative_approx_kl, min=-20.0, max=20.0)"),
+        (core_algos.compute_policy_loss_vanilla, "ratio, 1 - cliprange_low, 1 + cliprange_high"),
+        (engine_workers, "self.loss_fn = partial(ppo_loss, config=actor_config)"),
+        (engine_workers, "list(chain.from_iterable(val))"),
+    ],
+)
+def test_verl_calls_the_loss_and_chooses_the_engine_where_the_adapter_expects_it(where, text):
+    assert text in inspect.getsource(where)
+
+
+def loss_of(rank, log_probs, old_log_probs, advantages, mask):
+    """The bounds that the loss is taken between, and its gradient with respect to the log-probs."""
+    policy_loss = BapoPolicyLossConfig(loss_mode="bapo", search=SEARCH)
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, clip_ratio_c=1e6
+    )
+    update, log_probs = policy_loss.update, log_probs.requires_grad_()
+    update.group, update.is_searching = dist.group.WORLD, True
+    tokens = old_log_probs, log_probs, advantages, mask
+    compute_policy_loss_bapo(*tokens, config=actor)
+    update.search()
+    update.is_searching = False
+    compute_policy_loss_bapo(*tokens, config=actor)[0].backward()
+    return update.used[0], log_probs.grad
+
+
+if __name__ == "__main__":  # with a file of tokens, and one for what the loss makes of them
+    ((bounds, gradient),) = on_ranks(1, loss_of, **torch.load(sys.argv[1]))
+    torch.save((bounds.lower.item(), bounds.upper.item(), gradient), sys.argv[2])
+    sys.exit(pytest.main(["--noconftest", "-q", "-rA", __file__]))
