@@ -189,8 +189,9 @@ def train_policy_actors(
     trainer: str = "ours",
     num_steps: int = 1,
     save_after: int | None = None,
+    precision: str = "fp32",
 ) -> list:
-    """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, in float32, on the samples given.
+    """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, on the samples given.
 
     As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains, less the
     "log_ratio" that a test may have put into a sample's `info`.
@@ -202,6 +203,7 @@ def train_policy_actors(
         trainer: "ours", or "upstream" to leave OpenRLHF's own trainer in place.
         num_steps: training steps, all over the same samples; from the second on they are fresh, without "log_ratio".
         save_after: the training steps after which a checkpoint is written to `--ckpt.path`.
+        precision: "fp32", or that of `--ds.param_dtype`, "bf16" or "fp16".
 
     Returns:
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
@@ -212,7 +214,7 @@ def train_policy_actors(
         seconds counts what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
-    work = parse(argv), samples_by_rank, num_steps, save_after
+    work = parse(argv), samples_by_rank, num_steps, save_after, precision
     return run_in_ranks(directory, _train_policy_actor, len(samples_by_rank), work, trainer)
 
 
@@ -288,14 +290,15 @@ def free_port() -> int:
 
 
 def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
-    args, samples_by_rank, num_steps, save_after = argument
+    args, samples_by_rank, num_steps, save_after, precision = argument
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy, utils
 
-    utils.convert_to_torch_dtype = lambda _: torch.float32
-    if our_trainer := sys.modules.get("openrlhf_bapo.adapter.actor_trainer"):
-        our_trainer.time = Namespace(perf_counter=itertools.count(0.0).__next__)
-    args.ds.param_dtype = "fp32"
+    if precision == "fp32":  # which OpenRLHF does not offer
+        utils.convert_to_torch_dtype = lambda _: torch.float32
+    if our_loss := sys.modules.get("openrlhf_bapo.adapter.policy_loss"):
+        our_loss.time = Namespace(perf_counter=itertools.count(0.0).__next__)
+    args.ds.param_dtype = precision
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
     searches, clamped, loss = [], [], actor.trainer.actor_loss_fn
@@ -317,6 +320,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
             log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
             sample.action_log_probs = log_probs - log_ratio * sample.action_mask
+            sample.start_log_probs = None if args.replay.ratio else log_probs
             behaviour_log_probs.append(sample.action_log_probs.clone())
             actor.append(sample)
         statuses.append(actor.fit(0.0))

@@ -1,8 +1,11 @@
 """What scripts/chaos.sh finds unaccounted for, on records of steps as its trainer would write them."""
 
 import copy
+import signal
+import subprocess
 
 import chaos
+import psutil
 import pytest
 
 
@@ -66,6 +69,18 @@ def test_whatever_is_lost_or_twice_there_is_named(change, problem):
     assert chaos.account(records, ["8 d"], PROMPTS) == []
     change(records)
     assert any(found.startswith(problem) for found in chaos.account(records, ["8 d"], PROMPTS))
+
+
+def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos, "LAST_PROCESS", 0)
+    terminal, attempt = tmp_path / "terminal", chaos.Attempt("SIGTERM")
+    terminal.write_text("step 1\nbye\n")
+    run, left = subprocess.Popen(["true"]), psutil.Popen(["sleep", "600"])
+    run.wait()
+    chaos.Chaos.check_end(None, attempt, chaos.SIGTERM, run, terminal, {psutil.Process(left.pid)})
+    code, said, *_, process = attempt.problems
+    assert (code, process) == ("exit code 0", f"left: {left.pid} sleep 600")
+    assert said.startswith("the last lines do not say") and left.wait(60) == -signal.SIGKILL
 
 
 def test_every_kind_of_fault_is_one_line_of_the_table():

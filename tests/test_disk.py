@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 
 import pipeline
@@ -9,6 +10,7 @@ import pytest
 
 from openrlhf_bapo.adapter.failures import describe_failure
 from openrlhf_bapo.adapter.plan import disk_terms, disk_warnings, read_shape
+from openrlhf_bapo.cli import plan
 from openrlhf_bapo.planning import memory
 
 
@@ -56,6 +58,14 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     old.touch()
     os.truncate(old, 3 * 14 * large.num_parameters)  # takes no blocks
     assert disk_warnings(args, large) == []
+
+
+def test_a_plan_says_what_checkpoints_take_and_warns_where_that_is_more_than_is_free(directory, capsys):
+    plan.main(pipeline.flags(directory, ckpt__save_steps=5, ckpt__max_num=10**9))
+    said = capsys.readouterr()
+    assert re.search(r"disk, --ckpt.path +[\d,.]+ GiB \(actor .* parameters x 14 .*; free here: [\d,.]+ GiB", said.out)
+    (warning,) = (line for line in said.err.splitlines() if "--ckpt.path" in line)
+    assert warning.startswith(f"openrlhf-bapo: warning: --ckpt.path {directory}/ckpt: a run writes 1")
 
 
 def test_a_full_disk_is_named_with_the_bytes_that_a_checkpoint_takes(tmp_path):

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_bapo.adapter.failures import describe_failure
 from openrlhf_bapo.adapter.interrupts import Interrupted
+from openrlhf_bapo.cli.progress import describe_bar
 
 FAILING_REWARD = """
 import torch
@@ -38,6 +39,22 @@ import pathlib, time
 def reward_func(queries, prompts, labels, **kwargs):
     pathlib.Path(__file__).with_name("asked").touch()
     time.sleep(3600)
+"""
+
+ENDS_ITS_ENGINE = """
+import psutil, torch
+
+calls = 0
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls == 128:  # the second step's last: the next that meets the engine is the actor, with new weights
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith("VLLM"):
+                process.kill()
+    return {"rewards": torch.tensor([float(len(queries[0]) % 2)])}
 """
 
 
@@ -112,17 +129,23 @@ def last_step(lines: list[str]) -> int:
 
 
 @pytest.mark.pipeline
-def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said_and_the_first_step_is_saved(tmp_path):
+@pytest.mark.parametrize("mode", [{}, dict(train__async_enable=True)], ids=["sync", "async"])
+def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said_and_the_first_step_is_saved(
+    tmp_path, mode
+):
     directory = pipeline.make_model(tmp_path)
     (directory / "reward.py").write_text(FAILING_REWARD)
-    with Run(directory) as run:
+    with Run(directory, **mode) as run:
         run.wait_for("step    1")
         code, lines = run.end()
     assert code == 1
     where = rf"ValueError: the verifier has gone \({directory}/reward.py, line 11\)"
     cause = f"--reward.remote_url {directory}/reward.py: {where}; 2 of a batch's 16 prompt groups have no reward"
     assert_says(lines, directory, cause, step="1")
-    assert "Traceback" in (directory / "train.log").read_text()
+    log = (directory / "train.log").read_text()
+    assert "Traceback" in log
+    bars = {bar for line in log.splitlines() if (bar := describe_bar(line))}
+    assert {"  generate samples: 16 of 16 prompts", "  train epoch [1/1]: 8 of 8 micro-batches of a rank"} <= bars
 
 
 @pytest.mark.pipeline
@@ -150,6 +173,18 @@ def test_a_process_that_is_killed_is_the_last_thing_said(tmp_path, kill, said):
         code, lines = run.end()
     assert code == 1
     assert_says(lines, directory, rf"{said} \({kill}, pid {victim.pid}, ip [\d.]+\) died; killed from outside")
+
+
+@pytest.mark.pipeline
+def test_an_engine_that_dies_before_the_weights_are_sent_is_the_last_thing_said(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(ENDS_ITS_ENGINE)
+    with Run(directory, ckpt__save_steps=1) as run:
+        run.wait_for("step    1")
+        code, lines = run.end()
+    assert code == 1
+    assert_says(lines, directory, r"a rollout engine \(vLLM's EngineCore\) died; killed from outside", step="1")
+    assert "gloo" in (directory / "train.log").read_text()  # all that the actor knows
 
 
 @pytest.mark.pipeline

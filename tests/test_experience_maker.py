@@ -159,6 +159,7 @@ def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path
     publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
     assert tokens_of(experience, "action_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
+    assert tokens_of(experience, "start_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
     assert not experience.action_log_probs[experience.action_mask == 0].any()
     assert "offpolicy/engine_mismatch" in maker.metrics()
 
@@ -241,6 +242,7 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
     fresh, replayed = second[:16], second[16:]
     assert len(replayed) == 2 * NUM_SAMPLES
     assert all(set(tokens_of(sample, "staleness")) == {0} for sample in fresh)
+    assert {sample.start_log_probs for sample in second} == {None}  # of all or of none, for ranks must do the same
     for before, after in zip(first[: 2 * NUM_SAMPLES], replayed, strict=True):
         assert tokens_of(after, "staleness") == [2] * int(after.response_length)
         assert tokens_of(after, "optimizer_steps") == [1 + 2] * int(after.response_length)

@@ -446,12 +446,13 @@ def test_hostile_answers_are_wrong_and_the_next_ordinary_one_is_right(grader):
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
-def test_the_calling_thread_takes_less_than_a_second_for_a_megabyte_of_hostile_text(response):
-    start = time.thread_time()  # the seconds that this thread computes, however busy the machine is
+def test_a_megabyte_of_hostile_text_does_not_hold_the_calling_thread_up(response):
+    # Half a second at most on one machine, over one on another; what is quadratic takes minutes on any.
+    start = time.thread_time()
     answer = math_answers.find_answer(response_from_query(response, ""))
     math_answers.is_plainly_equal(answer, math_answers.find_gold(response))
     extract_answer(response)
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 20
 
 
 @given(st.text(st.one_of(st.sampled_from("\\{}()[],^_$%=. 0123456789abx\n"), st.characters()), max_size=60))

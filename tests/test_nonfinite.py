@@ -16,7 +16,9 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("nonfinite"))
 
 
-def train(directory, samples: list, num_ranks: int = 1, num_steps: int = 1, **flags) -> list[dict]:
+def train(
+    directory, samples: list, num_ranks: int = 1, num_steps: int = 1, precision: str = "fp32", **flags
+) -> list[dict]:
     """One optimizer step a training step; what each rank says."""
     settings = dict(
         policy_loss="bapo",
@@ -30,7 +32,7 @@ def train(directory, samples: list, num_ranks: int = 1, num_steps: int = 1, **fl
     size = len(samples) // num_ranks
     by_rank = [samples[start : start + size] for start in range(0, len(samples), size)]
     argv = pipeline.flags(directory, **settings | flags)
-    return pipeline.train_policy_actors(directory, argv, by_rank, num_steps=num_steps)
+    return pipeline.train_policy_actors(directory, argv, by_rank, num_steps=num_steps, precision=precision)
 
 
 def samples(**spoiled) -> list:
@@ -99,9 +101,12 @@ def with_reference(some: list, value: float = 0.0) -> list:
         dict(ds__zero_stage=2),
         dict(ds__zero_stage=3),
         dict(ds__zero_stage=0),
+        dict(ds__zero_stage=0, precision="bf16"),
+        # An optimizer of its own, which has added up the micro-batches.
+        dict(ds__zero_stage=1, precision="bf16", ds__grad_accum_dtype="fp32", train__micro_batch_size=1),
         dict(ds__zero_stage=2, train__dynamic_batch_enable=True, train__max_tokens_per_gpu=60),
     ],
-    ids=["2", "3", "0", "dynamic"],
+    ids=["2", "3", "0", "0 in bf16", "1 in bf16", "dynamic"],
 )
 def test_an_update_whose_loss_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_no_trace(directory, flags):
     # The unbiased gradient of the KL loss takes the ratio, which is NaN on rank 1 in the first training step alone.
@@ -115,6 +120,18 @@ def test_an_update_whose_loss_is_not_finite_on_one_rank_is_skipped_on_all_and_le
         assert result["status"]["actor_lr"] == other["status"]["actor_lr"]
         for name, weight in other["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=2e-5)
+
+
+def checks_of_a_rank(rank: int, num_ranks: int, port: int, argument) -> list[bool]:
+    from openrlhf_bapo.adapter.skipped_updates import _is_finite_everywhere
+
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=num_ranks, rank=rank)
+    return [_is_finite_everywhere([torch.ones(3), torch.full((2,), value if rank else 1)]) for value in argument]
+
+
+def test_ranks_that_hold_different_gradients_as_with_tensor_parallelism_skip_together(tmp_path):
+    values = [2.0, math.nan, math.inf, -math.inf]
+    assert pipeline.run_in_ranks(tmp_path, checks_of_a_rank, 2, values) == [[True, False, False, False]] * 2
 
 
 @pytest.fixture(scope="module")

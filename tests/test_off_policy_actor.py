@@ -103,19 +103,22 @@ def test_the_search_takes_the_stale_tokens_ratios_and_ends_where_the_plain_loop_
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "num_forwards"),
     [
-        dict(replay__ratio=1),
-        dict(replay__ratio=None, offpolicy__ratio_base="rollout"),
-        dict(replay__ratio=None, train__async_enable=True),
-        dict(replay__ratio=1, train__async_enable=True),
+        (dict(replay__ratio=1), 4),
+        (dict(replay__ratio=1, train__async_enable=True), 4),
+        (dict(replay__ratio=None, offpolicy__ratio_base="rollout"), 0),
+        (dict(replay__ratio=None, train__async_enable=True), 0),
+        (dict(replay__ratio=None, partial__token_budget=8, data__max_len=64), 0),
     ],
-    ids=["replay", "ratio_base_rollout", "async", "async_replay"],
+    ids=["replay", "async_replay", "ratio_base_rollout", "async", "token_budget"],
 )
-def test_the_first_update_is_not_taken_for_on_policy_where_its_samples_may_not_be(directory, flags):
+def test_the_first_update_searches_in_stale_ratios_and_runs_what_openrlhf_has_not_just_run(
+    directory, flags, num_forwards
+):
     (result,) = one_update(directory, STALENESS, LOG_RATIOS, **flags)
     assert result["searches"][0]["initial_share"] == pytest.approx(share(tokens()), rel=1e-4)
-    assert result["status"]["timing/bapo_ratio_forward"] == 1
+    assert result["status"]["timing/bapo_ratio_forward"] == num_forwards
 
 
 def test_the_clip_fractions_count_the_tokens_beyond_the_updates_own_bounds(directory):

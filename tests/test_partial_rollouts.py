@@ -103,6 +103,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
             version > self.version for r in self.groups.values() for s in r for version, _ in s["tokens"]
         )
 
+    @rule(data=st.data())
+    def restart(self, data):
+        """A response grows from its first token again."""
+        for group in (self.pool.unfinished + self.pool.complete)[:1]:
+            place = data.draw(st.integers(0, len(group.responses) - 1))
+            self.pool.restart(group.responses[place])
+            self.counts["tokens_wasted"] += len(self.groups[group.prompt][place]["tokens"])
+            self.groups[group.prompt][place] = {"tokens": [], "complete": False}
+
     @rule(published=st.integers(0, 3))
     def expire(self, published):
         self.version += published

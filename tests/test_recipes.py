@@ -216,7 +216,9 @@ def test_qwen32b_trains_on_two_ranks_evaluates_and_saves_what_transformers_loads
         assert 0 < metrics["bapo/positive_share"] < 1 and 0 < metrics["bapo/initial_share"] < 1
         assert 0 <= metrics["bapo/target_reached"] <= 1
         assert 0 <= metrics["bapo/clip_frac_positive"] <= 1 and 0 <= metrics["bapo/clip_frac_negative"] <= 1
-        assert metrics["timing/bapo_ratio_forward"] > 0
+        assert metrics["timing/bapo_ratio_forward"] > 0 and metrics["timing/bapo_search"] > 0
+        phases = ("generation", "make_experience", "ppo_train", "broadcast")
+        assert metrics["timing/step_total"] == pytest.approx(sum(metrics[f"timing/{phase}"] for phase in phases))
         assert metrics["entropy_loss"] > 0 and metrics["actor_grad_norm"] > 0
     # The second rollout came from trained weights: its behaviour log-probs are those of the actor after two updates.
     assert logged[0]["entropy_loss"] != logged[1]["entropy_loss"]

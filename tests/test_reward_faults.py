@@ -9,6 +9,8 @@ import pipeline
 import pytest
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, rollouts, without_ray  # noqa: F401
 
+from openrlhf_bapo.core.partial_rollouts import PartialPool
+
 REWARD = """
 import math, torch
 
@@ -73,6 +75,20 @@ def test_more_groups_without_a_reward_than_the_rate_allows_end_the_run_with_the_
         f"--reward.remote_url {file}: {file}: 'rewards' is nan; {allowed + 1} of a batch's 4 prompt groups have no "
         f"reward, --reward_fault.max_drop_rate {rate:g} allows {allowed}"
     )
+
+
+def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_there(generator_for, tmp_path):
+    flags = dict(partial__token_budget=3, reward_fault__max_drop_rate=0.0)
+    ended = generator_for(dict.fromkeys(range(20), NAN), **flags)
+    with pytest.raises(RuntimeError, match="have no reward"):
+        ended.generate_samples(**GENERATE)
+    ended.pool.save(tmp_path / "pool", None, {})
+    resumed = generator_for({}, **flags)
+    resumed.prompts_dataloader.load_state_dict(ended.prompts_dataloader.state_dict())
+    resumed.take_up(PartialPool.load(tmp_path / "pool", ended.pool.config, {})[0])
+    batches = list(rollouts(resumed))
+    assert sorted(label for batch in batches for label in labels(batch)) == list(range(20))
+    assert all(sample.rewards is not None for batch in batches for sample in batch)
 
 
 def test_the_rate_is_of_each_batch_by_itself(generator_for):

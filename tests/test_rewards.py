@@ -296,6 +296,7 @@ def test_a_dead_server_is_left_out_while_another_answers_and_asked_again_later(s
     while len(dead.requests) < 6:
         assert asyncio.run(ask(executor)) == REWARDED and time.monotonic() < end
         time.sleep(0.1)
+    assert [server.num_failures for server in executor._servers._servers] == [0, 0]  # its next pause is short again
 
 
 def test_pauses_grow_and_calls_under_way_at_once_count_as_one_failure():

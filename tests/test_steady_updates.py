@@ -70,6 +70,7 @@ def test_no_update_takes_a_forward_of_its_own_and_all_its_micro_batches_have_the
     split = flags(directory, **GRADIENT, **SMOOTHING, train__micro_batch_size=2)
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES], num_steps=2)
     assert [status["timing/bapo_ratio_forward"] for status in result["statuses"]] == [0, 0]
+    assert [status["timing/bapo_search"] for status in result["statuses"]] == [(4 + 1) * NUM_UPDATES] * 2
     assert result["searches"] == []  # nor a search before an update
     clamped = result["clamped"]
     assert len(clamped) == 2 * 4 * NUM_UPDATES

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,36 @@ def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_r
     torch.testing.assert_close(torch.cat([first_gradient, second_gradient]), gradient, rtol=1e-12, atol=0)
 
 
+def collectives_of_a_rank(rank: int, num_ranks: int, port: int, _) -> list[list[int]]:
+    """Bytes of every all-reduce in three updates of two micro-batches: searched anew, and steady."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    batch, upstream, counted = joined_batch("gradient")[0], dist.all_reduce, []
+
+    def all_reduce(tensor, *args, **kwargs):
+        counted[-1].append(tensor.nbytes)
+        return upstream(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    for smoothing in (None, SmoothingConfig(half_life=20.0)):
+        counted.append([])
+        loss_fn = BapoPolicyLoss(clip_config=ClipConfig(), smoothing=smoothing, group=dist.group.WORLD)
+        for _ in range(3):
+            parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in (0, 4)]
+            if smoothing is None:
+                loss_fn.set_bounds(loss_fn.tally(**parts[0]) + loss_fn.tally(**parts[1]))
+            for part in parts:
+                loss_fn(**part)
+            loss_fn.end_update()
+    return counted
+
+
+def test_an_update_has_one_collective_of_less_than_two_kilobytes(directory):
+    for by_kind in pipeline.run_in_ranks(directory, collectives_of_a_rank, 2):
+        assert [len(counted) for counted in by_kind] == [3, 3]
+        assert all(0 < num_bytes < 2048 for counted in by_kind for num_bytes in counted)
+
+
 # ---- OpenRLHF's own policy actor and DeepSpeed, float32 ----
 
 SAMPLES = pipeline.make_experience([3, 15, 2, 17, 1, 14, 16, 2], positive=[True, False, True, True, *[False] * 4])
@@ -141,6 +172,7 @@ def test_the_reference_updates_move_their_bounds_and_log_no_extra_forward(one_mi
     assert len(one_micro_batch["bounds"]) == NUM_UPDATES
     assert len(set(one_micro_batch["bounds"])) > 1
     assert one_micro_batch["status"]["timing/bapo_ratio_forward"] == 0
+    assert one_micro_batch["status"]["timing/bapo_search"] == 2 * NUM_UPDATES  # a tally and a walk each
 
 
 def test_bapos_metrics_are_means_over_the_updates_under_the_names_of_the_design(one_micro_batch):
@@ -168,7 +200,8 @@ def test_every_training_step_reports_its_own_updates_and_begins_on_policy(direct
         searches = result["searches"][step * NUM_UPDATES : (step + 1) * NUM_UPDATES]
         mean = sum(found["initial_share"] for found in searches) / NUM_UPDATES
         assert status["bapo/initial_share"] == pytest.approx(mean)
-        assert status["timing/bapo_ratio_forward"] == NUM_UPDATES - 1
+        assert status["timing/bapo_ratio_forward"] == 4 * (NUM_UPDATES - 1)
+        assert status["timing/bapo_search"] == (4 + 1) * NUM_UPDATES  # four tallies and a walk
     first, second = (status["bapo/initial_share"] for status in result["statuses"])
     assert first != pytest.approx(second, rel=1e-3)
 
@@ -216,7 +249,7 @@ def test_a_short_last_window_has_bounds_of_its_own(directory, num_samples):
     for whole, rest in zip(num_tokens[::2], num_tokens[1::2], strict=True):  # every token once an epoch
         assert whole + rest == num_samples * (num_samples + 1) / 2
     # The first step needs no ratio forward, a window of one micro-batch never does.
-    assert result["status"]["timing/bapo_ratio_forward"] == (3 if num_samples == 12 else 1)
+    assert result["status"]["timing/bapo_ratio_forward"] == (4 + 2 + 2 if num_samples == 12 else 4)
     assert result["searches"][0]["initial_share"] != result["searches"][1]["initial_share"]
 
 
@@ -238,7 +271,7 @@ def test_gradient_accumulation_of_four_makes_the_updates_of_one_micro_batch(dire
     split = flags(directory, **GRADIENT, train__micro_batch_size=2)
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
     same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] == NUM_UPDATES - 1  # one timer each, but for the first
+    assert result["status"]["timing/bapo_ratio_forward"] == 4 * (NUM_UPDATES - 1)  # one each, but for the first update
 
 
 def test_the_first_step_after_fresh_rollouts_needs_no_extra_forward(directory):
@@ -261,7 +294,7 @@ def test_dynamic_batch_in_four_micro_batches_makes_the_updates_of_one(directory,
     )
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
     same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] == NUM_UPDATES - 1  # there was more than one micro-batch
+    assert result["status"]["timing/bapo_ratio_forward"] == 5 * (NUM_UPDATES - 1)  # packed into five micro-batches
 
 
 def test_micro_batch_scope_searches_anew_for_every_micro_batch(directory):
@@ -269,6 +302,7 @@ def test_micro_batch_scope_searches_anew_for_every_micro_batch(directory):
     (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
     assert len(result["bounds"]) == 4 * NUM_UPDATES
     assert "timing/bapo_ratio_forward" not in result["status"]
+    assert result["status"]["timing/bapo_search"] == 2 * 4 * NUM_UPDATES
 
 
 # ---- OpenRLHF's own trainer on the same samples ----

@@ -191,6 +191,10 @@ COMMANDS = {
         dict(data__max_images_per_prompt=1, algo__advantage__estimator="gae"),
         ["does not support critic"],
     ),
+    "gradients that DeepSpeed would not add up": (
+        dict(ds__zero_stage=0, ds__grad_accum_dtype="float32"),
+        ["--ds.grad_accum_dtype float32: with --ds.zero_stage 0 it must be --ds.param_dtype bf16"],
+    ),
     "a template beside a chat template": (
         dict(data__input_template="Q: {}", data__apply_chat_template=True),
         ["--data.input_template: allowed without --data.apply_chat_template"],
@@ -574,6 +578,7 @@ WARNINGS = {
     "a hub data set": (dict(data__prompt_dataset="nobody/nothing"), "nobody/nothing: is no file or folder here, so"),
     "evaluation steps": (dict(eval__steps=5), "--eval.steps 5 does nothing without --eval.dataset"),
     "learning rate": (dict(actor__adam__lr=1.0), "--actor.adam.lr 1.0 is a high learning rate"),
+    "one checkpoint": (dict(ckpt__max_num=1, ckpt__save_steps=5), "--ckpt.max_num 1: OpenRLHF removes the only"),
     "nothing to resume": (dict(ckpt__load_enable=True), "has no checkpoint; the run starts anew"),
     "not resumed": (
         lambda d, m: checkpoint("global_step2")(d, m) | dict(ckpt__load_enable=None),
@@ -679,7 +684,10 @@ def test_an_evaluation_says_the_same_of_its_model(directory, monkeypatch, capsys
     [
         (dict(train__batch_size=20), "--train.batch_size 20: must be a multiple of 8, "),
         (dict(reward__remote_url="nowhere.py"), "--reward.remote_url nowhere.py: no such file"),
-        (dict(train__partial_rollout_enable=True), "--train.partial_rollout_enable requires --train.async_enable."),
+        (
+            dict(train__partial_rollout_enable=True, ckpt__save_steps=1, ckpt__max_num=10**9),
+            "--train.partial_rollout_enable requires --train.async_enable.",
+        ),
     ],
     ids=["a flag", "a file", "OpenRLHF's refusal"],
 )
@@ -690,3 +698,5 @@ def test_the_command_itself_ends_with_that_line_and_code_2(directory, command, c
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].startswith(f"openrlhf-bapo: {said}")
     assert "Traceback" not in run.stderr and not (directory / "ray").exists()
+    if "ckpt__max_num" in changes and command == "train":  # OpenRLHF refuses last
+        assert f"warning: --ckpt.path {directory}/ckpt: a run writes " in run.stderr

@@ -5,9 +5,7 @@ Importing this module puts both of its classes into their seams in `openrlhf.tra
 
 import functools
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import fields
 
 import torch
 from openrlhf.models import PolicyLoss
@@ -17,11 +15,12 @@ from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
 from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy, smoothing_config_from_args
-from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss, leave_out_nonfinite
+from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
 from openrlhf_bapo.adapter.replay_checkpoint import load_steady_bounds, save_steady_bounds
 from openrlhf_bapo.adapter.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.adapter.token_dump import TokenDump
-from openrlhf_bapo.core.clip_bounds import ClipBounds, ClipConfig, ContributionTally
+from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_bounds import ClipConfig, ContributionTally
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 
 
@@ -55,8 +54,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     With `--bapo.scope update` the bounds come from all micro-batches of an optimizer step on all data-parallel ranks.
     One micro-batch a step: the loss finds them from the ratios it computes anyway. More: their ratios come from a
-    forward without gradient over the window, except in the first step after fresh rollouts, whose denominators the
-    same weights have just computed, so that every ratio is 1. With `--bapo.smoothing` an update is trained between
+    forward without gradient over the window, except in the first step after fresh rollouts without replay, whose
+    log-probs OpenRLHF has just computed with the same weights. With `--bapo.smoothing` an update is trained between
     bounds that follow the updates before it, and tallied as it is trained.
 
     With `--policy_loss ppo` loss and bounds are upstream's; the same metrics are taken at its fixed bounds.
@@ -128,16 +127,20 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             used, self.actor_loss_fn.used = self.actor_loss_fn.used, []
             found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
             if used:
-                status.update(_bapo_metrics(used, without=("initial_share",)) | _found_metrics(found, used))
+                status.update(bounds_metrics(used, found))
             elif found:
-                status.update(_bapo_metrics(found))
+                status.update(bounds_metrics(found))
             if self.args.bapo.scope == "update":
                 status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+            status["timing/bapo_search"] = self.actor_loss_fn.take_seconds()
         elif self.args.policy_loss == "ppo":
             self._measure_fixed_bounds()
+            self._fixed_bounds.take_seconds()  # of no search
             found, self._fixed_bounds.found = self._fixed_bounds.found, []
             if found:
-                status.update(_bapo_metrics(found, without=("initial_share", "reached")))
+                metrics = bounds_metrics(found)
+                del metrics["bapo/initial_share"], metrics["bapo/target_reached"]  # there was no search
+                status.update(metrics)
         if self._off_policy_tally is not None:
             status.update(offpolicy_metrics(self._off_policy_tally.all_reduce(self._group)))
             status["offpolicy/optimizer_steps_taken"] = self._steps_taken()
@@ -245,24 +248,19 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         if self.actor_loss_fn.steady is not None:
             self.actor_loss_fn.end_update()
             return
-        ratio_is_one = self._is_first_update and self.args.offpolicy.ratio_base == "recomputed"
-        ratio_is_one = ratio_is_one and not (self.args.replay.ratio or self.args.partial.token_budget)
-        self._is_first_update = False
+        is_first, self._is_first_update = self._is_first_update, False
         if len(window) == 1:
             self.actor_loss_fn.set_bounds(None)
             return
-        if not ratio_is_one:
-            self._ratio_forward_timers.append(timer := _Timer())
         tally = None
         for experience in window:
             experience.to_device(torch.cuda.current_device())
-            behaviour = experience.action_log_probs
-            log_probs = behaviour if ratio_is_one else self._action_log_probs(experience)
+            behaviour, log_probs = experience.action_log_probs, experience.start_log_probs
+            if not is_first or log_probs is None:
+                log_probs = self._action_log_probs(experience)
             mask, values, _ = leave_out_nonfinite(experience.action_mask, log_probs, behaviour, experience.advantages)
             part = self.actor_loss_fn.tally(*values, mask)
             tally = _sum(tally, part)
-        if not ratio_is_one:
-            timer.stop()
         self.actor_loss_fn.set_bounds(tally)
 
     def _action_log_probs(self, experience: Experience) -> torch.Tensor:
@@ -271,38 +269,15 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
         self.actor.eval()  # training_step puts it back
-        return self.actor(
-            experience.sequences,
-            experience.action_mask,
-            attention_mask=experience.attention_mask,
-            ring_attn_group=self.strategy.ring_attn_group,
-            **mm_inputs,
-        )
-
-
-class _Timer:
-    """Seconds that a device spent between construction and `stop`; read late, it stalls no GPU on the way."""
-
-    def __init__(self) -> None:
-        self._events = [self._now()]
-
-    def stop(self) -> None:
-        self._events.append(self._now())
-
-    def seconds(self) -> float:
-        start, end = self._events
-        if isinstance(start, float):
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
-
-    @staticmethod
-    def _now() -> "float | torch.cuda.Event":
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._ratio_forward_timers.append(timer := Timer())
+        with timer:
+            return self.actor(
+                experience.sequences,
+                experience.action_mask,
+                attention_mask=experience.attention_mask,
+                ring_attn_group=self.strategy.ring_attn_group,
+                **mm_inputs,
+            )
 
 
 def _sum(tally: "ContributionTally | OffPolicyTally | None", part: "ContributionTally | OffPolicyTally"):
@@ -314,29 +289,6 @@ def _fixed_clip_config(loss: PolicyLoss) -> ClipConfig:
     # Below e^-20 no ratio ever comes: a lower bound of 0 or less never clips.
     lower, upper = max(1 - loss.clip_eps_low, 1e-9), 1 + loss.clip_eps_high
     return ClipConfig(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
-
-
-def _found_metrics(found: list[ClipBounds], used: list[ClipBounds]) -> dict[str, float]:
-    """What the search would have chosen for each update, and how far from it the used bounds were, both added up."""
-    rows = {
-        "initial_share": [f.initial_share for f in found],
-        "found_low": [f.lower for f in found],
-        "found_high": [f.upper for f in found],
-        "found_share": [f.positive_share for f in found],
-        "found_distance": [
-            (f.lower - u.lower).abs() + (f.upper - u.upper).abs() for f, u in zip(found, used, strict=True)
-        ],
-    }
-    means = torch.stack([torch.stack(row) for row in rows.values()]).nanmean(1)
-    return {f"bapo/{name}": mean for name, mean in zip(rows, means.tolist(), strict=True)}
-
-
-def _bapo_metrics(found: list[ClipBounds], without: tuple[str, ...] = ()) -> dict[str, float]:
-    names = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
-    logged = [field.name for field in fields(ClipBounds) if field.name not in without]
-    means = torch.stack([torch.stack([getattr(bounds, name).double() for name in logged]) for bounds in found])
-    # nanmean: an update without any token to balance has no share.
-    return {f"bapo/{names.get(name, name)}": mean for name, mean in zip(logged, means.nanmean(0).tolist(), strict=True)}
 
 
 def _saving_steady_bounds(save_checkpoint):

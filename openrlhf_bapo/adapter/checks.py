@@ -194,6 +194,8 @@ def _check_idle(values: dict, given: set[str]) -> None:
     for name in ("actor.adam.lr", "critic.adam.lr"):
         if name in given and values[name] > 0.01:
             warn(f"--{name} {values[name]} is a high learning rate; usual: 1e-7 to 1e-4")
+    if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
+        warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
 
 
 def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[str]:
@@ -215,6 +217,7 @@ def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[
     estimator = args.algo.advantage.estimator
     has_reference = args.algo.kl.init_coef > 0
     overlong = args.reward.overlong_buffer_len or 0
+    accumulation = (ds.grad_accum_dtype or "").replace("bfloat", "bf").replace("float", "fp")
     template = args.data.input_template
     reward_sources = (args.reward.remote_url, train.agent_func_path, args.reward.model_name_or_path)
     found = {
@@ -251,6 +254,8 @@ def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[
         "heads": num_heads and num_heads % vllm.tensor_parallel_size,
         f"--ds.ring_attn_size {ds.ring_attn_size} x --ds.tensor_parallel_size {ds.tensor_parallel_size}: must "
         f"divide the actor's {num_gpus} GPUs": num_gpus % ranks_per_sample,
+        f"--ds.grad_accum_dtype {ds.grad_accum_dtype}: with --ds.zero_stage 0 it must be --ds.param_dtype "
+        f"{ds.param_dtype}": ds.zero_stage == 0 and accumulation not in ("", ds.param_dtype),
         f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs": num_gpus % ds.zpg,
         f"--train.batch_size {train.batch_size}: a rollout has only {samples} samples": train.batch_size > samples,
         f"--train.batch_size {train.batch_size}: must be a multiple of {at_once}, "

@@ -23,5 +23,9 @@ class OffPolicyExperience(experience.Experience):
     """(B, A) integer: optimizer steps between the weights that generated each action token and those that this training
     step starts from, 0 elsewhere."""
 
+    start_log_probs: torch.Tensor = experience.tensor_field("step", default=None)
+    """(B, A): log pi of the weights that this training step starts from, as OpenRLHF has just computed them. None with
+    replay, where it has not for some samples: whether a micro-batch needs a forward is then the same on all ranks."""
+
 
 experience.Experience = OffPolicyExperience

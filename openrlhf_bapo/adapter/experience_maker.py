@@ -69,6 +69,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                 if experience.rollout_log_probs is not None:
                     gap = (experience.rollout_log_probs - experience.action_log_probs).abs()
                     mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
+                if self.pool is None:
+                    experience.start_log_probs = experience.action_log_probs
                 if self.args.offpolicy.ratio_base == "rollout":
                     if experience.rollout_log_probs is None:
                         raise ValueError(

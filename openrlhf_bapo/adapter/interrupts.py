@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import ModuleType
 
 import wrapt
@@ -55,27 +56,28 @@ def leave_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def watch_engines(failures: list[BaseException]) -> None:
+def watch_engines(engines: list, failures: list[BaseException]) -> None:
     """Let an engine that does not start end the run, where its actors would wait for it for ever.
 
     Args:
+        engines: gets the engines' handles.
         failures: gets the exception that Ray carries home.
     """
 
     def watched(create_vllm_engines):
         @functools.wraps(create_vllm_engines)
         def create(*args, **kwargs) -> list:
-            engines = create_vllm_engines(*args, **kwargs)
-            threading.Thread(target=wait, args=[engines], daemon=True).start()
-            return engines
+            engines.extend(create_vllm_engines(*args, **kwargs))
+            threading.Thread(target=wait, daemon=True).start()
+            return list(engines)
 
         return create
 
-    def wait(engines: list) -> None:
+    def wait() -> None:
         import ray
 
         try:
-            ray.get([engine.policy_version.remote() for engine in engines])  # answered when they have started
+            ray.get([engine.check_health.remote() for engine in engines])  # answered when they have started
         except Exception as error:
             failures.append(error)
             os.kill(os.getpid(), _FAILED)
@@ -84,6 +86,19 @@ def watch_engines(failures: list[BaseException]) -> None:
         ray_parts.create_vllm_engines = watched(ray_parts.create_vllm_engines)
 
     wrapt.register_post_import_hook(use, "openrlhf.trainer.ray")
+
+
+def find_dead_engine(engines: list) -> BaseException | None:
+    """What Ray carries home of an engine that has died, if one has; the actors know only that a connection broke."""
+    import ray
+
+    time.sleep(1)  # the connection may break before vLLM sees its process end
+    try:
+        ray.get([engine.check_health.remote() for engine in engines], timeout=10)
+    except ray.exceptions.GetTimeoutError:
+        return None  # busy
+    except Exception as error:
+        return error
 
 
 def _tell() -> None:

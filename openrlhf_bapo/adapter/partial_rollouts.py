@@ -86,6 +86,14 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         pass_rate = 100 * sum(self._judged) / len(self._judged) if self._judged else None
         return RolloutSamples(samples, self.pool, metrics), pass_rate, self._num_prompts, self._has_ended
 
+    def take_up(self, pool: PartialPool) -> None:
+        """Go on with a saved pool; its responses that got no reward, which may have ended the run, are made again."""
+        for group in pool.unfinished + pool.complete:
+            for response in group.responses:
+                if response.outcome is not None and self._read_reward(response.outcome)[1] is not None:
+                    pool.restart(response)
+        self.pool = pool
+
     def _version(self) -> int:
         """Weight updates that the engines have loaded."""
         return max(batch_vllm_engine_call(self.vllm_engines, "policy_version"))
@@ -169,9 +177,9 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             return True
         causes = [cause for response in group.responses if (cause := self._read_reward(response.outcome)[1])]
         if causes:
-            self.pool.drop(group, "unrewarded")
             self._num_lost += 1
             self._lose(causes[0], self._num_lost, self.args.rollout.batch_size)
+            self.pool.drop(group, "unrewarded")
         elif self._passes_filter(group):
             return True
         else:

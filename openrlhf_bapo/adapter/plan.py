@@ -308,7 +308,7 @@ def _num_optimizer_steps(args: Namespace) -> int:
 def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Optimizer steps of a training step before which all their tokens go through a forward without gradient.
 
-    With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts whose denominators
+    With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts, whose log-probs
     the same weights have just computed (`BapoActorTrainer._before_update`). With `--bapo.smoothing` none.
 
     Args:
@@ -325,9 +325,7 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
         at_once = max(1, args.train.max_tokens_per_gpu * gpus_per_sample // length)
     if samples_per_rank <= at_once:
         return 0
-    first_ratio_is_one = args.offpolicy.ratio_base == "recomputed"
-    first_ratio_is_one = first_ratio_is_one and not (args.replay.ratio or args.partial.token_budget)
-    return _num_optimizer_steps(args) - first_ratio_is_one
+    return _num_optimizer_steps(args) - (not args.replay.ratio)
 
 
 def _reckon_token_budget(plan: Plan, args: Namespace, shape: ModelShape) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,7 @@ from openrlhf_bapo.core.clip_bounds import (
     ClipBounds,
     ClipConfig,
     ContributionTally,
-    measure_clip_bounds,
     solve_clip_bounds,
-    tally_at_bounds,
     tally_contributions,
 )
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
@@ -81,6 +80,7 @@ class BapoPolicyLoss(PolicyLoss):
         self.used: list[ClipBounds] = []
         """With `smoothing`, what each update in `found` was trained with."""
         self._trained: ContributionTally | None = None
+        self._timers: list[Timer] = []
 
     @classmethod
     def from_policy_loss(cls, loss: PolicyLoss, **kwargs) -> "BapoPolicyLoss":
@@ -103,7 +103,9 @@ class BapoPolicyLoss(PolicyLoss):
             advantages: [batch, actions].
             action_mask: [batch, actions], 1 for the response's tokens.
         """
-        return tally_contributions(*self._tokens(log_probs, old_log_probs, advantages, action_mask), self.clip_config)
+        with self._timed():
+            tokens = self._tokens(log_probs, old_log_probs, advantages, action_mask)
+            return tally_contributions(*tokens, self.clip_config)
 
     def _tokens(
         self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
@@ -119,27 +121,24 @@ class BapoPolicyLoss(PolicyLoss):
             weight = weight * old_log_probs.exp()
         return ratio, advantages, weight
 
-    def _tally_trained(self, *tokens: torch.Tensor) -> None:
-        """Add up a micro-batch of the running update: for the search, and at the bounds that it is trained with."""
-        tokens = self._tokens(*tokens)
-        self.steady.to(tokens[0].device)
-        at_bounds = tally_at_bounds(*tokens, self.steady.lower, self.steady.upper)
-        parts = tally_contributions(*tokens, self.clip_config), at_bounds
-        both = ContributionTally(torch.cat([part.sums for part in parts], dim=1))  # to reduce them as one
-        self._trained = both if self._trained is None else self._trained + both
+    def _timed(self) -> "Timer":
+        self._timers.append(timer := Timer())
+        return timer
+
+    def take_seconds(self) -> float:
+        """That tallies and searches took since the last call, the wait for other ranks in it."""
+        timers, self._timers = self._timers, []
+        return sum(timer.seconds() for timer in timers)
 
     def end_update(self) -> None:
         """With `smoothing`: let the bounds follow the update that has been trained, if any; every rank must call."""
         if self._trained is None:
             return
-        both, self._trained = self._trained, None
-        if self.group is not None:
-            both = both.all_reduce(self.group)
-        num_at_bounds = 4  # two buckets a side
-        searched, at_bounds = both.sums.split([both.sums.shape[1] - num_at_bounds, num_at_bounds], dim=1)
-        used = self.steady.lower, self.steady.upper
-        self.used.append(measure_clip_bounds(ContributionTally(at_bounds), *used, self.clip_config))
-        self.found.append(self.steady.update(ContributionTally(searched)))
+        tally, self._trained = self._trained, None
+        with self._timed():
+            used, found = self.steady.end_update(tally if self.group is None else tally.all_reduce(self.group))
+        self.used.append(used)
+        self.found.append(found)
 
     def forward(
         self,
@@ -158,7 +157,9 @@ class BapoPolicyLoss(PolicyLoss):
                 bounds = self._search(self.tally(log_probs, old_log_probs, advantages, mask))
             else:
                 bounds = self.steady
-                self._tally_trained(log_probs, old_log_probs, advantages, mask)
+                with self._timed():
+                    tally = self.steady.tally(*self._tokens(log_probs, old_log_probs, advantages, mask))
+                self._trained = tally if self._trained is None else self._trained + tally
         # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
         low, high = 1 - bounds.lower, bounds.upper - 1
         if log_probs.device.type == "cpu":
@@ -168,8 +169,33 @@ class BapoPolicyLoss(PolicyLoss):
         return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)
 
     def _search(self, tally: ContributionTally) -> ClipBounds:
-        if self.group is not None:
-            tally = tally.all_reduce(self.group)
-        bounds = solve_clip_bounds(tally, self.clip_config)
+        with self._timed():
+            if self.group is not None:
+                tally = tally.all_reduce(self.group)
+            bounds = solve_clip_bounds(tally, self.clip_config)
         self.found.append(bounds)
         return bounds
+
+
+class Timer:
+    """Seconds that a device spends in a `with` block; read late, it stalls no GPU on the way."""
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(self, *_) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        if isinstance(self._start, float):
+            return self._end - self._start
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1000
+
+    @staticmethod
+    def _now() -> "float | torch.cuda.Event":
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

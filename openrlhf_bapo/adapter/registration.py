@@ -19,11 +19,7 @@ WORKER_SETUP_HOOK = "openrlhf_bapo.adapter.registration.register"
 
 @functools.cache
 def register() -> None:
-    """Register with OpenRLHF in this process; cheap, and a second call does nothing.
-
-    Also the entry point in the group `vllm.general_plugins`, which vLLM calls in all of its processes: those that are
-    no Ray workers are reached in no other way.
-    """
+    """Register with OpenRLHF in this process; cheap, and a second call does nothing."""
     wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
     for model in ("actor", "critic"):
         wrapt.register_post_import_hook(_shuffle_by_step, f"openrlhf.trainer.ray.ppo_{model}")

@@ -230,7 +230,7 @@ def load_pools(trainer) -> None:
     if (loaded := load_unfinished(trainer.args)) is not None:
         unfinished, state = loaded
         if hasattr(trainer, "samples_generator"):  # elsewhere in async training: `load_into_generator`
-            trainer.samples_generator.pool = unfinished
+            trainer.samples_generator.take_up(unfinished)
     if state is not None:
         # OpenRLHF publishes the resumed weights once more: that is the saved version again, and the engines' first.
         maker.policy_version = maker.version_offset = state["policy_version"] - 1
@@ -240,4 +240,4 @@ def load_pools(trainer) -> None:
 def load_into_generator(actor) -> None:
     """Give async training's `GenerateSamplesActor` of a resumed run its unfinished responses back."""
     if (loaded := load_unfinished(actor.args)) is not None:
-        actor.samples_generator.pool, _ = loaded
+        actor.samples_generator.take_up(loaded[0])

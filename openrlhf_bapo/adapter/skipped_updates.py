@@ -27,7 +27,7 @@ def skip_updates_that_are_not_finite(engine: DeepSpeedEngine) -> None:
             return update_scale()
 
         optimizer._overflow_check_and_loss_scale_update = check_first
-    else:
+    else:  # see `_reduced_gradients`
         step = optimizer.step
 
         def step_if_finite(*args, **kwargs):
@@ -44,7 +44,7 @@ def with_its_gradient(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _reduced_gradients(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    """Of ZeRO-0, on every rank all of them; in bf16 accumulated by an optimizer that has its own."""
+    """Of ZeRO-0, on every rank all of them; so too of ZeRO-1 in bf16 with `--ds.grad_accum_dtype fp32`."""
     if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):
         return engine.optimizer.fp32_groups_gradients_flat
     return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

@@ -13,7 +13,7 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
     from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
     from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
-    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails
+    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails, save_when_an_async_rollout_fails
 
     trainer_module.SamplesGenerator = make_samples_generator
     name = "TrainingActor"
@@ -24,11 +24,13 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         trainer_module.prepare_datasets = _with_replayed_steps_in_the_seeds_order(trainer_module.prepare_datasets)
         of_sync = trainer_module.PPOTrainer.__ray_metadata__.modified_class
         of_sync.init_checkpoint_states = _counting_on_from_checkpoint(of_sync.init_checkpoint_states)
-        save_when_a_rollout_fails(trainer_module.PPOTrainer.__ray_metadata__.modified_class)
+        of_sync.train_step = _with_our_timings_left_out_of_the_sum(of_sync.train_step)
+        save_when_a_rollout_fails(of_sync)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
         generator.fit = _counting_on_from_checkpoint_async(generator.fit)
+        save_when_an_async_rollout_fails(trainer_module.TrainingActor.__ray_metadata__.modified_class, generator)
     # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
@@ -39,6 +41,27 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     end_when_interrupted(trainer)
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
+
+
+class _Status(dict):
+    """A training step's metrics, for whose seconds OpenRLHF's sync trainer takes the sum of all `timing/*`.
+
+    Ours are parts of `timing/ppo_train`, which it has already counted.
+    """
+
+    def __setitem__(self, name: str, value) -> None:
+        if name == "timing/step_total":
+            value -= self.get("timing/bapo_ratio_forward", 0.0) + self.get("timing/bapo_search", 0.0)
+        super().__setitem__(name, value)
+
+
+def _with_our_timings_left_out_of_the_sum(train_step):
+    @functools.wraps(train_step)
+    def step(self, *args, **kwargs) -> tuple[dict, int]:
+        status, global_step = train_step(self, *args, **kwargs)
+        return _Status(status), global_step
+
+    return step
 
 
 def _with_replayed_steps_in_the_seeds_order(prepare_datasets):

@@ -64,7 +64,7 @@ def note_versions(vllm_engine: ModuleType) -> None:
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
     actor.generate_responses = generate_responses
-    for method in (grow_responses, stop_growing, policy_version, limit_rewards):
+    for method in (grow_responses, stop_growing, policy_version, limit_rewards, check_health):
         setattr(actor, method.__name__, method)
     # Ray has listed the class's methods when it was defined.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__
@@ -230,6 +230,11 @@ def policy_version(self) -> int:
 def limit_rewards(self, patience: float, timeout: float) -> None:
     """Set `--reward_fault.patience` and `--reward_fault.timeout`, in seconds."""
     self.executor.reward_limits = RewardLimits(patience, timeout)
+
+
+async def check_health(self) -> None:
+    """Raises vLLM's EngineDeadError if the engine's own process has ended."""
+    await self.llm.check_health()
 
 
 def _plain(value):

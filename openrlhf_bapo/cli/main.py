@@ -1,27 +1,46 @@
 """The console script `openrlhf-bapo`: one command a file."""
 
 import importlib
+import re
 import sys
+from importlib import metadata
 
+# Module of each command, and the extra whose packages it needs.
 COMMANDS = {
-    "train": "train_ppo_ray",
-    "plan": "plan",
-    "data": "data",
-    "evaluate": "evaluate",
-    "serve-rm": "serve_rm",
-    "serve-math-reward": "serve_math_reward",
-    "progress": "progress",
-    "plot": "plot",
-    "tokens": "tokens",
+    "train": ("train_ppo_ray", "openrlhf"),
+    "plan": ("plan", "openrlhf"),
+    "data": ("data", "math"),
+    "evaluate": ("evaluate", "openrlhf"),
+    "serve-rm": ("serve_rm", "openrlhf"),
+    "serve-math-reward": ("serve_math_reward", "math"),
+    "progress": ("progress", None),
+    "plot": ("plot", "plot"),
+    "tokens": ("tokens", "plot"),
 }
 
 
 def main() -> None:
     """Run the command that the first argument names, with the arguments after it."""
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0] not in COMMANDS:
+    command, *arguments = sys.argv[1:] or [""]
+    if command not in COMMANDS:
         sys.exit(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
-    importlib.import_module(f"openrlhf_bapo.cli.{COMMANDS[arguments[0]]}").main(arguments[1:])
+    module, extra = COMMANDS[command]
+    if missing := _missing(extra):
+        sys.exit(f"openrlhf-bapo {command} needs {', '.join(missing)}: pip install 'openrlhf-bapo[{extra}]'")
+    importlib.import_module(f"openrlhf_bapo.cli.{module}").main(arguments)
+
+
+def _missing(extra: str | None) -> list[str]:
+    """The packages that an extra names and that are not installed."""
+    lines = [line for line in metadata.requires("openrlhf-bapo") or () if line.endswith(f'extra == "{extra}"')]
+    return [name for name in (re.split(r"[^\w.-]", line)[0] for line in lines) if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return metadata.distribution(name) is not None
+    except metadata.PackageNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

@@ -44,11 +44,14 @@ _PANELS = [
     ),
 ]
 
-# What TRL calls otherwise; OpenRLHF has a train/reward too, beside the one that is drawn.
-_IN_TRL = {
+# What TRL and verl call otherwise; OpenRLHF has a train/reward too, beside the one that is drawn.
+_ELSEWHERE = {
     "train/reward": "train/rollout/reward_mean",
     "train/entropy": "train/entropy_loss",
     "train/grad_norm": "train/actor_grad_norm",
+    "critic/score/mean": "train/rollout/reward_mean",
+    "actor/entropy": "train/entropy_loss",
+    "actor/grad_norm": "train/actor_grad_norm",
 }
 
 _LINE_STYLES = ("-", "--", ":", "-.")
@@ -72,7 +75,8 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
                 values.append(event.value)
     if not scalars:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
-    for name, ours in _IN_TRL.items():
+    names = _ELSEWHERE | {tag: tag.replace("actor", "train", 1) for tag in scalars if tag.startswith("actor/bapo/")}
+    for name, ours in names.items():
         if name in scalars and ours not in scalars:
             scalars[ours] = scalars.pop(name)
     return scalars

@@ -97,10 +97,8 @@ def main(argv: list[str]) -> None:
             print(f"[{shown_at - start:4.0f} s] {shown}", flush=True)
     if not is_complete:
         if not any(line.startswith(_OURS) for line in last):
-            print(
-                "the command ended without a word, as a process does that is killed; its last lines:", file=sys.stderr
-            )
             sys.stderr.writelines(last)
+            print("the command ended here without a word, as a process does that is killed", file=sys.stderr)
         print(f"openrlhf-bapo: the whole output is in {args.log}", file=sys.stderr)
     elif len(evaluations) > 1:
         (first, before), (last_step, after) = evaluations[0], evaluations[-1]

@@ -9,7 +9,7 @@ import traceback
 from typing import NoReturn
 
 from openrlhf_bapo.adapter.arguments import run_upstream
-from openrlhf_bapo.adapter.interrupts import catch_signals, leave_signals, watch_engines
+from openrlhf_bapo.adapter.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
 from openrlhf_bapo.adapter.plan import warn_of_small_disks
 from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
 
@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     and 130 after Ctrl-C.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command starts with none
-    values, signals, failures, started = {}, [], [], []
-    watch_engines(failures)
+    values, signals, failures, engines, started = {}, [], [], [], []
+    watch_engines(engines, failures)
 
     def prepare(args: argparse.Namespace) -> None:
         warn_of_small_disks(args)
@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(128 + signal.SIGINT)
         if not started or isinstance(error, SystemExit):
             raise
+        if not failures and isinstance(error, RuntimeError):  # as that of a connection that broke
+            error = find_dead_engine(engines) or error
         _end(failures[0] if failures else error, values, signals)
     print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
 

@@ -1,0 +1,41 @@
+"""docs/metrics.md has every metric that the code logs, with what to make of it, and none that is gone."""
+
+import re
+
+import pipeline
+import torch
+
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.adapter.reward_calls import KINDS
+from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
+from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
+
+GROUPS = "bapo|offpolicy|partial|replay|reward_fault|rollout|timing"
+NAME = rf"(?:{GROUPS})/[a-z_]+"
+
+
+def logged() -> set[str]:
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.long)
+    bounds = [find_clip_bounds(one, one, one, ClipConfig())]
+    found = {*bounds_metrics(bounds, bounds), *offpolicy_metrics(tally_offpolicy(one, one, one, zero, zero, 0.8, 1.2))}
+    found |= {*ReplayPool(ReplayConfig()).metrics(), *PartialPool(PartialConfig()).metrics()}
+    found |= {"partial/segments_mean", "partial/segments_max"}  # where a response was taken
+    found |= {f"reward_fault/{kind}" for kind in (*KINDS, "left_over")}
+    found |= {f"offpolicy/{name}" for name in ("nonfinite_tokens", "updates_skipped")}
+    found |= {f"rollout/response_length_{sign}_mean" for sign in ("positive", "negative")}
+    for file in (pipeline.REPOSITORY / "openrlhf_bapo" / "adapter").glob("*.py"):
+        found |= set(re.findall(rf'"({NAME})"', file.read_text()))
+    return {re.sub(r"/staleness_\d.*", "", name) for name in found}
+
+
+def test_the_metrics_page_has_every_metric_of_the_code_and_none_that_is_gone():
+    page = (pipeline.REPOSITORY / "docs" / "metrics.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(rf"`({NAME})`", row[0])]
+    assert len(named) == len(set(named))
+    assert all(len(row) == 5 and all(cell.strip(" |") for cell in row) for row in rows)
+    theirs = {"timing/step_total", "timing/ppo_train", "rollout/reward_mean"}  # OpenRLHF's own
+    assert set(named) == logged() - theirs - {"offpolicy/token_frac"}
+    assert set(re.findall(rf"`({NAME})`", page)) <= {*named, *theirs, "offpolicy/token_frac"}
