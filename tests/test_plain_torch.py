@@ -2,16 +2,20 @@
 
 import fcntl
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
 from dataclasses import fields, replace
+from pathlib import Path
 
+import pipeline
 import pytest
 import torch
 from pipeline import REPOSITORY
+from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
 
 from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
@@ -27,7 +31,8 @@ def load(name: str):
 
 
 walk, study = load("walk"), load("study")
-TASK = walk.Task(size=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
+other_tasks, through_pipeline = load("other_tasks"), load("through_pipeline")  # which import walk
+TASK = walk.Walk(num_values=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
 UP, DOWN, LEFT, RIGHT, END = range(5)
 
 
@@ -44,7 +49,7 @@ def policy():
 def tiny(monkeypatch, tmp_path):
     """Settings of a run that takes a second, rewarded for what an untrained policy does now and then."""
     monkeypatch.setitem(walk.TASKS, "tiny", TASK)
-    monkeypatch.setattr(walk, "reward", lambda prompts, responses, task: (responses[:, 0] == UP).float())
+    monkeypatch.setattr(walk.Walk, "reward", lambda task, prompts, responses: (responses[:, 0] == UP).float())
     return walk.Run(task="tiny", lr=1e-2, prompts=4, samples=4, updates=2, rollouts=5, starts=str(tmp_path))
 
 
@@ -67,27 +72,71 @@ def with_advantages(rollout):
 )
 def test_a_walk_is_right_if_it_ends_on_the_goal_within_the_grid(goal, tokens, expected):
     response = torch.tensor([tokens + [END] * (TASK.max_tokens - len(tokens))])
-    assert walk.reward(torch.tensor([[0, 0, *goal]]), response, TASK).tolist() == [expected]
+    assert TASK.reward(torch.tensor([[0, 0, *goal]]), response).tolist() == [expected]
 
 
 def test_every_demonstration_that_ends_is_right():
     torch.manual_seed(0)
-    prompts = walk.all_prompts(TASK)[1].repeat(20, 1)[:2000]
-    responses = walk.demonstrate(prompts, TASK)
+    prompts = walk.split_prompts(TASK)[1].repeat(20, 1)[:2000]
+    responses = TASK.demonstrate(prompts)
     ended = responses[:, -1] == END
     assert 0.5 < ended.float().mean() < 1
-    assert torch.equal(walk.reward(prompts, responses, TASK), ended.float())
+    assert torch.equal(TASK.reward(prompts, responses), ended.float())
+
+
+JUGS = walk.TASKS["jugs"]
+
+
+def test_water_jugs_are_scored_as_reasoning_gym_scores_them():
+    torch.manual_seed(0)
+    prompts = JUGS.prompts().repeat(2, 1)
+    responses = JUGS.demonstrate(prompts)
+    responses[::2] = torch.where(responses[::2] == END, END, torch.randint(JUGS.num_actions, responses[::2].shape))
+    responses = torch.where(walk.token_mask(responses), responses, END)
+    rewards = JUGS.reward(prompts, responses).tolist()
+    assert 0.2 < sum(rewards) / len(rewards) < 0.8
+    names = {other_tasks.FILL: "fill {}", other_tasks.EMPTY: "empty {}", other_tasks.POUR: "pour {}->{}"}
+    for prompt, response, right in zip(prompts.tolist(), responses.tolist(), rewards, strict=True):
+        taken = [other_tasks.ACTIONS[action] for action in response if action != END]
+        moves = [names[kind].format("ABC"[jug], "ABC"[into or 0]) for kind, jug, into in taken]
+        valid, _ = verify_solution({"jug_capacities": prompt[:3], "target": prompt[3]}, moves)
+        assert right == (valid and response[-1] == END)
+
+
+def test_water_jugs_that_stray_never_are_solved_in_the_fewest_moves():
+    prompts = JUGS.prompts()
+    responses = replace(JUGS, random_moves=0.0).demonstrate(prompts)
+    assert JUGS.reward(prompts, responses).all()
+    fewest = [min_moves_n(prompt[:3], prompt[3]) for prompt in prompts[::7].tolist()]
+    assert (responses[::7] != END).sum(1).tolist() == fewest
+    assert min(fewest) == 2
+    assert len(prompts) == sum(
+        (min_moves_n(list(jugs), amount) or 0) > 1
+        for jugs in itertools.product(range(3, 9), repeat=3)
+        for amount in range(1, 9)
+    )
+
+
+def test_a_sum_is_right_with_the_digits_that_python_writes():
+    sums = walk.TASKS["sums"]
+    prompts = sums.prompts()
+    responses = sums.demonstrate(prompts)
+    for (a, b, c, d), response in zip(prompts.tolist(), responses.tolist(), strict=True):
+        written = [digit + (digit >= END) for digit in map(int, str(10 * a + b + 10 * c + d))]
+        assert response == written + [END] * (4 - len(written))
+    assert sums.reward(prompts, responses).all()
+    assert not sums.reward(prompts, responses.roll(1, 1)).any()
 
 
 def test_no_prompt_is_both_trained_on_and_held_out():
-    trained, heldout = (set(map(tuple, part.tolist())) for part in walk.all_prompts(walk.TASKS["walk"]))
+    trained, heldout = (set(map(tuple, part.tolist())) for part in walk.split_prompts(walk.TASKS["walk"]))
     assert not trained & heldout
     assert len(trained) + len(heldout) == 100 * 99
     assert len(heldout) == 256
 
 
 def test_log_probs_of_sampling_with_a_cache_are_those_of_the_training_forward(policy):
-    rollout = walk.sample(policy, walk.all_prompts(TASK)[1][:40], TASK, samples=3)
+    rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:40], TASK, samples=3)
     mask = walk.token_mask(rollout.responses)
     lengths = mask.sum(1)
     assert lengths.min() == 1 and lengths.max() == TASK.max_tokens  # rows left the cache on the way
@@ -96,8 +145,8 @@ def test_log_probs_of_sampling_with_a_cache_are_those_of_the_training_forward(po
 
 
 def test_greedy_sampling_takes_the_likeliest_token(policy):
-    rollout = walk.sample(policy, walk.all_prompts(TASK)[1][:10], TASK, greedy=True)
-    tokens = torch.cat([walk.NUM_ACTIONS + rollout.prompts, rollout.responses[:, :-1]], 1)
+    rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:10], TASK, greedy=True)
+    tokens = torch.cat([TASK.num_actions + rollout.prompts, rollout.responses[:, :-1]], 1)
     likeliest = policy(tokens)[:, walk.PROMPT_TOKENS - 1 :].argmax(2)
     mask = walk.token_mask(rollout.responses)
     assert torch.equal(rollout.responses[mask], likeliest[mask])
@@ -123,7 +172,7 @@ def reference_gradient(policy, rollout, rows, lower, upper, dual_clip):
 @pytest.fixture
 def stale(policy):
     """A rollout of 24 rows, and a policy that has since moved on."""
-    rollout = with_advantages(walk.sample(policy, walk.all_prompts(TASK)[1][:8], TASK, samples=3))
+    rollout = with_advantages(walk.sample(policy, walk.split_prompts(TASK)[1][:8], TASK, samples=3))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -363,12 +412,52 @@ def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollo
     assert "| gradient | 0.800 \u00b1 0.100 (2) | 0.250 \u00b1 0.050 (2) |" in lines
 
 
+def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_several_learning_rates(tmp_path):
+    cells = study.read_cells(FOLDER / "study.toml", "walk-*")
+    columns = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
+    rewards = {"8-lr0.0001-ppo-seed0": 0.5, "8-lr0.0001-ppo-seed1": 0.7, "8-lr5e-05-ppo-seed0": 0.8}
+    rewards |= {"8-lr5e-05-gradient-seed0": 0.9, "1-lr0.0001-ppo-seed0": 0.1}
+    for name, value in rewards.items():
+        text = "\n".join(",".join(row) for row in [columns, [str(value)] * len(columns)])
+        (tmp_path / f"walk-lag8-updates{name}.csv").write_text(text)
+    (panel,) = study.draw(cells, tmp_path, ["gradient", "ppo"], tmp_path / "study.png").axes
+    lines = [container.lines for container in panel.containers]
+    assert [line.get_xydata().tolist() for line, *_ in lines] == [[[5e-5, 0.9]], [[5e-5, 0.8], [1e-4, 0.6]]]
+    (at_5e5, at_1e4) = lines[1][2][0].get_segments()
+    assert [end[1] for end in at_1e4] == pytest.approx([0.5, 0.7])  # 0.6 and the error of two seeds
+    assert at_5e5[0].tolist() == at_5e5[1].tolist()
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+
+
 def test_every_cell_of_the_study_is_a_run_that_the_example_takes():
     cells = study.read_cells(FOLDER / "study.toml", "*")
     assert len(cells) > 100
     for cell in cells.values():
         settings = {axis: cell[axis] for axis in study.AXES if axis != "method"} | cell["flags"]
         walk.clip_config(walk.Run(**settings))
+
+
+def test_the_pipelines_cells_have_the_settings_of_their_names(tmp_path):
+    base = pipeline.flags(pipeline.make_model(tmp_path))
+
+    def settings(*method: str, **given):
+        run = walk.Run(**{"task": "pipeline", "seed": 3, "lr": 2e-4, "lag": 8} | given)
+        return pipeline.parse([*base, *method, *through_pipeline.flags_of(run)])
+
+    static = settings("--policy_loss", "ppo", clip="0.76:2.36", dual_clip=3.0)
+    assert (static.train.seed, static.actor.adam.lr, static.offpolicy.lag, static.actor.dual_clip) == (3, 2e-4, 8, 3)
+    assert static.actor.eps_clip_low_high == pytest.approx([0.24, 1.36])
+    ppo = settings("--policy_loss", "ppo", clip="ppo", lag=0)
+    assert (ppo.offpolicy.lag, ppo.actor.dual_clip) == (0, None)
+    assert ppo.actor.eps_clip_low_high == pytest.approx([0.2, 0.2])
+
+    bapo = ("--policy_loss", "bapo", "--bapo.preset", "readme")
+    found = settings(*bapo, clip="readme", contribution="gradient", target=0.45, half_life=22.8).bapo
+    assert (found.contribution, found.positive_contribution_target, found.smoothing) == ("gradient", 0.45, 22.8)
+    found = settings(*bapo, clip="readme").bapo
+    assert (found.contribution, found.positive_contribution_target, found.smoothing) == ("surrogate", 0.5, 0)
+    assert settings(*bapo, clip="readme", task="pipeline_replay", lag=0).replay.ratio > 0
+    assert settings(*bapo, clip="readme", task="pipeline_partial", lag=0).partial.token_budget > 0
 
 
 def test_a_method_that_the_study_does_not_define_is_named(tmp_path):
@@ -380,9 +469,9 @@ def test_a_method_that_the_study_does_not_define_is_named(tmp_path):
 
 def test_the_commands_in_the_examples_readme_have_flags_that_exist():
     commands = re.findall(r"^\.venv/bin/python (\S+) (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    assert {file for file, _ in commands} == {"examples/plain_torch/walk.py", "examples/plain_torch/study.py"}
+    assert {Path(file).name for file, _ in commands} == {"walk.py", "other_tasks.py", "study.py"}
     for file, words in commands:
-        if file.endswith("walk.py"):
+        if not file.endswith("study.py"):
             assert set(re.findall(r"--(\w+)", words)) <= {field.name for field in fields(walk.Run)}
         else:
             run = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd=REPOSITORY)

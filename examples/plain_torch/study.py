@@ -2,6 +2,7 @@
 
 python examples/plain_torch/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
 python examples/plain_torch/study.py table [--cells PATTERN] [--against ppo] [--details]
+python examples/plain_torch/study.py draw [--cells PATTERN] [--methods ppo,gradient_steady] [--out study.png]
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from fnmatch import fnmatch
+from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -61,7 +63,8 @@ def command(cell: dict, out: Path) -> list[str]:
     flags = {name: value for name, value in cell.items() if name not in ("method", "flags") and value != ""}
     flags |= cell["flags"] | {"out": out}
     words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
-    return [sys.executable, str(HERE / "walk.py"), *itertools.chain(*words)]
+    script = "through_pipeline.py" if cell["task"].startswith("pipeline") else "other_tasks.py"
+    return [sys.executable, str(HERE / script), *itertools.chain(*words)]
 
 
 def start_of(cell: dict) -> Path:
@@ -117,7 +120,7 @@ def summary(file: Path) -> dict[str, float]:
     with open(file) as lines:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
     means = {name: fmean(row[name] for row in rows[-LAST:]) for name in ("reward", *DETAILS)}
-    return means | {name: rows[-1][name] for name in ("greedy", "pass1", "pass16")}
+    return means | {name: rows[-1].get(name, nan) for name in ("greedy", "pass1", "pass16")}
 
 
 def mean_and_error(values: list[float], digits: int = 3) -> str:
@@ -128,21 +131,25 @@ def mean_and_error(values: list[float], digits: int = 3) -> str:
     return f"{fmean(values):.{digits}f}{error} ({len(values)})"
 
 
+def summaries(cells: dict[str, dict], results: Path) -> dict[str, dict[float, dict[str, dict[int, dict]]]]:
+    """What is there: by setting (task, lag, updates), learning rate (in order), method and seed."""
+    found = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for name, cell in cells.items():
+        if (results / f"{name}.csv").exists():
+            setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
+            setting += f", then {cell['then']}" if cell["then"] else ""
+            found[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(results / f"{name}.csv")
+    return {setting: dict(sorted(by_lr.items())) for setting, by_lr in found.items()}
+
+
 def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -> list[str]:
     """Markdown: reward by method and learning rate, a table for each task, lag and number of updates.
 
     With `against`, a method, also what it is less that method's, seed by seed: of the seeds that both have. With
     `details` a table for each learning rate too, of everything else that was measured.
     """
-    found = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))  # setting, lr, method, seed: summary
-    for name, cell in cells.items():
-        if (results / f"{name}.csv").exists():
-            setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
-            setting += f", then {cell['then']}" if cell["then"] else ""
-            found[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(results / f"{name}.csv")
     lines = []
-    for setting, unsorted in found.items():
-        by_lr = dict(sorted(unsorted.items()))
+    for setting, by_lr in summaries(cells, results).items():
         methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
         rewards = {m: {lr: {seed: s["reward"] for seed, s in by_lr[lr][m].items()} for lr in by_lr} for m in methods}
         columns = {f"lr {lr:g}": [mean_and_error([*rewards[m][lr].values()]) for m in methods] for lr in by_lr}
@@ -159,16 +166,44 @@ def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -
     return lines
 
 
+def draw(cells: dict[str, dict], results: Path, methods: list[str], out: Path):
+    """The figure of reward by learning rate, mean and standard error over seeds: a line a method, a panel a setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {setting: by_lr for setting, by_lr in summaries(cells, results).items() if len(by_lr) > 1}
+    figure, (panels,) = plt.subplots(
+        1, len(found), figsize=(2 + 5 * len(found), 4), squeeze=False, layout="constrained"
+    )
+    for panel, (setting, by_lr) in zip(panels, found.items(), strict=True):
+        styles = itertools.cycle(("-o", "--s", ":^", "-.D", "-v", "--x"))  # to be told apart in grey
+        for method, style in zip(methods, styles, strict=False):
+            by_seed = {lr: [s["reward"] for s in by_lr[lr][method].values()] for lr in by_lr if by_lr[lr][method]}
+            errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0 for v in by_seed.values()]
+            means = [fmean(v) for v in by_seed.values()]
+            panel.errorbar([*by_seed], means, errors, fmt=style, capsize=3, markersize=5, label=method)
+        panel.set(title=setting, xscale="log", xlabel="learning rate", ylabel=f"reward of the last {LAST} rollouts")
+        panel.set_xticks([*by_lr], [f"{lr:g}" for lr in by_lr])
+        panel.minorticks_off()
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(out, dpi=110)
+    return figure
+
+
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "table"))
+    parser.add_argument("command", choices=("run", "table", "draw"))
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name matches (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
     parser.add_argument("--against", default="", metavar="METHOD", help="table: differences from it, seed by seed")
+    parser.add_argument("--methods", default="", metavar="NAME,...", help="draw: these, in this order (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("study.png"), help="draw: the picture (default: %(default)s)")
     parser.add_argument("--details", action="store_true", help="tables of all that was measured")
     parser.add_argument("--study", type=Path, default=HERE / "study.toml")
     parser.add_argument("--results", type=Path, default=HERE / "results")
@@ -178,6 +213,9 @@ def main() -> None:
         parser.error(f"--cells {args.cells!r} matches none of the study's cells")
     if args.command == "table":
         print("\n".join(tables(cells, args.results, args.against, args.details)))
+    elif args.command == "draw":
+        drawn = args.methods.split(",") if args.methods else [*dict.fromkeys(c["method"] for c in cells.values())]
+        draw(cells, args.results, drawn, args.out)
     elif run(cells, args.results, args.jobs):
         sys.exit(1)
 

@@ -6,7 +6,7 @@ imbalance that BAPO is about. Read `train_on` first: it is all that BAPO changes
 """
 
 import argparse
-from collections import deque, namedtuple
+from collections import deque
 from dataclasses import dataclass, fields, replace
 from math import nan
 from pathlib import Path
@@ -27,11 +27,8 @@ from openrlhf_bapo.core.clip_bounds import (
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) that a response's token goes
-END, NUM_ACTIONS, PROMPT_TOKENS = 4, 5, 4  # a prompt: the start's row and column, the goal's row and column
+END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
-
-Task = namedtuple("Task", "size max_tokens random_moves finetune_steps")  # random moves: a share of demonstrations'
-TASKS = {"walk": Task(10, 40, 0.35, 140), "hard": Task(14, 48, 0.25, 140)}
 
 
 @dataclass(frozen=True)
@@ -59,48 +56,64 @@ class Run:
     out: str = ""  # CSV with a row a rollout, written when the run is complete
 
 
-def all_prompts(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every start and goal that differ, [num, 4]: (those to train on, 256 held out)."""
-    prompts = torch.cartesian_prod(*[torch.arange(task.size)] * PROMPT_TOKENS)
-    prompts = prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
-    prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
-    return prompts[256:], prompts[:256]
-
-
-def reward(prompts: torch.Tensor, responses: torch.Tensor, task: Task) -> torch.Tensor:
-    """1 for a walk that ends, on the goal, and never leaves the grid, else 0. Behind its end a response holds END."""
-    path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
-    inside = ((path >= 0) & (path < task.size)).all(2).all(1)
-    return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
-
-
 def token_mask(responses: torch.Tensor) -> torch.Tensor:
     """Which tokens are the response's own: all up to and with its first END."""
     return (responses == END).cumsum(1) - (responses == END).long() == 0
 
 
-def demonstrate(prompts: torch.Tensor, task: Task) -> torch.Tensor:
-    """Responses that head for the goal, but stray in `random_moves` of their moves, even from the goal itself."""
-    at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), task.max_tokens, dtype=torch.long)
-    for step in range(task.max_tokens):
-        nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
-        nearer[:, END] = ~nearer.any(1)
-        within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < task.size)).all(2)
-        within[:, END] = False
-        strays = torch.rand(len(prompts), 1) < task.random_moves
-        responses[:, step] = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
-        at += MOVES[responses[:, step]]
-    return torch.where(token_mask(responses), responses, END)
+@dataclass(frozen=True)
+class Walk:
+    """The task: from a start to a goal on a grid; other_tasks.py has more that look like it."""
+
+    num_values: int  # of a prompt's tokens: the grid's size
+    max_tokens: int  # of a response
+    random_moves: float  # share of the demonstrations' moves
+    finetune_steps: int
+    num_actions: int = 5  # END is one of them
+
+    def prompts(self) -> torch.Tensor:
+        """Every start and goal that differ, [num, 4]."""
+        prompts = torch.cartesian_prod(*[torch.arange(self.num_values)] * PROMPT_TOKENS)
+        return prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
+
+    def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """1 for a walk that ends, on the goal, and never leaves the grid, else 0. Behind its end it holds END."""
+        path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
+        inside = ((path >= 0) & (path < self.num_values)).all(2).all(1)
+        return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
+
+    def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Responses that head for the goal, but stray in `random_moves` of their moves, even from the goal itself."""
+        at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), self.max_tokens, dtype=torch.long)
+        for step in range(self.max_tokens):
+            nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
+            nearer[:, END] = ~nearer.any(1)
+            within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < self.num_values)).all(2)
+            within[:, END] = False
+            strays = torch.rand(len(prompts), 1) < self.random_moves
+            responses[:, step] = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
+            at += MOVES[responses[:, step]]
+        return torch.where(token_mask(responses), responses, END)
+
+
+TASKS = {"walk": Walk(10, 40, 0.35, 140), "hard": Walk(14, 48, 0.25, 140)}
+
+
+def split_prompts(task: Walk) -> tuple[torch.Tensor, torch.Tensor]:
+    """All prompts of a task, shuffled: (those to train on, 256 held out)."""
+    prompts = task.prompts()
+    prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
+    return prompts[256:], prompts[:256]
 
 
 class Policy(torch.nn.Module):
-    """A transformer over a prompt's coordinates and the moves; its head knows the moves and END only."""
+    """A transformer over a prompt's values and the moves; its head knows the moves and END only."""
 
-    def __init__(self, task: Task, width: int = 96, num_layers: int = 3, heads: int = 4):
+    def __init__(self, task: Walk, width: int = 96, num_layers: int = 3, heads: int = 4):
         super().__init__()
-        self.heads, self.tokens = heads, Embedding(NUM_ACTIONS + task.size, width)
-        self.positions = Embedding(PROMPT_TOKENS + task.max_tokens, width)
-        self.norm, self.head, self.layers = LayerNorm(width), Linear(width, NUM_ACTIONS), ModuleList()
+        self.num_actions, self.tokens = task.num_actions, Embedding(task.num_actions + task.num_values, width)
+        self.heads, self.positions = heads, Embedding(PROMPT_TOKENS + task.max_tokens, width)
+        self.norm, self.head, self.layers = LayerNorm(width), Linear(width, task.num_actions), ModuleList()
         for _ in range(num_layers):
             attention = {"norm1": LayerNorm(width), "qkv": Linear(width, 3 * width), "out": Linear(width, width)}
             mlp = {"norm2": LayerNorm(width), "up": Linear(width, 4 * width), "down": Linear(4 * width, width)}
@@ -109,7 +122,7 @@ class Policy(torch.nn.Module):
         torch.nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, caches: list | None = None, start: int = 0) -> torch.Tensor:
-        """Log-probs of what follows each token, [rows, num, 5]; the tokens, [rows, num], stand at `start` and after."""
+        """Log-probs of what follows each token, [rows, num, actions]; the first of `tokens` stands at `start`."""
         (rows, num), end = tokens.shape, start + tokens.shape[1]
         x = self.tokens(tokens) + self.positions.weight[start:end]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
@@ -128,20 +141,20 @@ class Policy(torch.nn.Module):
         for p, r in zip(prompts.chunk(4), responses.chunk(4), strict=True):
             mask = token_mask(r)
             r = r[:, : int(mask.sum(1).max())]
-            of_all = self(torch.cat([NUM_ACTIONS + p, r[:, :-1]], 1))[:, PROMPT_TOKENS - 1 :]
+            of_all = self(torch.cat([self.num_actions + p, r[:, :-1]], 1))[:, PROMPT_TOKENS - 1 :]
             found.append(of_all.gather(2, r[:, :, None]).squeeze(2)[mask[:, : r.shape[1]]])
         return torch.cat(found)
 
 
 @torch.no_grad()
-def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, greedy: bool = False):
+def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False):
     """Responses to prompts [rows, 4], with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
     caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
     responses, (behaviour, entropy) = torch.full((rows, task.max_tokens), END), torch.zeros(2, rows, task.max_tokens)
     alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
-    log_probs = policy(NUM_ACTIONS + prompts, caches)[:, -1]
+    log_probs = policy(policy.num_actions + prompts, caches)[:, -1]
     for step in range(task.max_tokens):
         token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
         responses[alive, step] = token
@@ -154,7 +167,7 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Task, samples: int = 1, 
             alive, token, caches, done = alive[~done], token[~done], [c[:, ~done] for c in caches], done[~done]
         log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
     responses = torch.where(token_mask(responses), responses, END)
-    found = {"prompts": prompts, "responses": responses, "rewards": reward(prompts, responses, task)}
+    found = {"prompts": prompts, "responses": responses, "rewards": task.reward(prompts, responses)}
     return SimpleNamespace(**found, log_probs=behaviour, entropy=entropy)
 
 
@@ -167,15 +180,15 @@ def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tenso
     return norm
 
 
-def start_policy(run: Run, task: Task) -> Policy:
+def start_policy(run: Run, task: Walk) -> Policy:
     """Fine-tuned until it is right now and then; a function of task and seed, made once and kept on disk."""
     torch.manual_seed(run.seed)
-    policy, prompts, file = Policy(task), all_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
+    policy, prompts, file = Policy(task), split_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
     if not file.exists():
         optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0, fused=True)
         for _ in range(task.finetune_steps):
             chosen = prompts[torch.randint(len(prompts), (256,))]
-            responses = demonstrate(chosen, task)
+            responses = task.demonstrate(chosen)
             order = token_mask(responses).sum(1).argsort()
             optimize(policy, optimizer, -policy.log_probs(chosen[order], responses[order]).mean())
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +236,7 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig,
 
 def train(run: Run) -> list[dict[str, float]]:
     """A row of metrics for each rollout; those of updates are means over the updates that came after it."""
-    task, config, (prompts, heldout) = TASKS[run.task], clip_config(run), all_prompts(TASKS[run.task])
+    task, config, (prompts, heldout) = TASKS[run.task], clip_config(run), split_prompts(TASKS[run.task])
     policy, queue, table = start_policy(run, task), deque(), []
     steady = SteadyBounds(config, SmoothingConfig(run.half_life, run.smoothing_of)) if run.half_life else None
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
@@ -260,8 +273,9 @@ def train(run: Run) -> list[dict[str, float]]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(train=train, description: str = __doc__) -> None:
+    """Take a run's fields as flags, train, and write its table if asked to."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Run):
         kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "default": field.default}
         parser.add_argument(f"--{field.name}", **kind)
