@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# BAPO on a laptop without a GPU: makes a tiny policy that can nearly add, then trains it through OpenRLHF's pipeline.
+# BAPO on a laptop without a GPU: makes a tiny policy that strays on a grid, then trains it through OpenRLHF's pipeline.
 # Everything lands in runs/quickstart: the policy to start from (made once), and a folder for every run.
-# METHOD=grpo trains a baseline instead, see scripts/method.sh. Further flags go to the training command, e.g.
-# --bapo.positive_contribution_target 0.4.
+# METHOD=grpo trains a baseline instead, see scripts/method.sh; TASK=chain_sum MAX_NEW_TOKENS=8 adds. Further flags go to
+# the training command, e.g. --bapo.positive_contribution_target 0.4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
-TASK=${TASK:-chain_sum}       # of examples/quickstart/prepare.py
-STEPS=${STEPS:-100}           # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
-EVAL_STEPS=${EVAL_STEPS:-25}  # global steps between evaluations
+TASK=${TASK:-walk}            # of examples/quickstart/prepare.py
+SEED=${SEED:-0}               # of the policy to start from
+STEPS=${STEPS:-60}            # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
+EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
+MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-40}
 UPDATES=${UPDATES:-8}         # optimizer steps a rollout of 256 samples and epoch: 1, 2, 4, 8 or 16
 EPOCHS=${EPOCHS:-1}           # passes over a rollout
+if [ "${METHOD:-bapo}" = bapo ]; then PRESET=${PRESET:-steady}; fi  # ours; paper and readme search anew in every update
 source scripts/method.sh
 
 bash scripts/setup.sh
-.venv/bin/python examples/quickstart/prepare.py --task "$TASK" "$RUNS/start"
+.venv/bin/python examples/quickstart/prepare.py --task "$TASK" --seed "$SEED" "$RUNS/start"
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
@@ -32,7 +35,7 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   --vllm.num_engines 1 \
   --data.prompt_dataset "$RUNS/start/train.jsonl" \
   --data.label_key label \
-  --data.max_len 32 \
+  --data.max_len $((24 + MAX_NEW_TOKENS)) \
   --data.max_samples $((32 * STEPS)) \
   --reward.remote_url examples/quickstart/reward.py \
   --algo.advantage.estimator group_norm \
@@ -40,7 +43,7 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   --rollout.batch_size 32 \
   --rollout.n_samples_per_prompt 8 \
   --rollout.micro_batch_size 256 \
-  --rollout.max_new_tokens 8 \
+  --rollout.max_new_tokens $MAX_NEW_TOKENS \
   --train.batch_size $((256 / UPDATES)) \
   --train.max_epochs "$EPOCHS" \
   --train.micro_batch_size $((UPDATES > 8 ? 16 : 32)) \
@@ -55,5 +58,5 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   "$@"
 
 target=()
-if [[ $METHOD = bapo* && ${PRESET:-readme} = readme ]]; then target=(--target 0.5); fi
+if [[ $METHOD = bapo* && ${PRESET:-readme} =~ ^(readme|steady)$ ]]; then target=(--target 0.5); fi
 .venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"

@@ -65,18 +65,22 @@ def test_runs_of_one_label_are_a_mean_in_a_band_and_labels_differ_in_more_than_t
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
 
 
-def test_trls_names_are_drawn_where_openrlhfs_are_not_logged_and_nothing_is_drawn_twice(tmp_path, figures):
+def test_trls_and_verls_names_are_drawn_where_openrlhfs_are_not_logged_and_nothing_is_drawn_twice(tmp_path, figures):
     log(tmp_path / "ours")
-    for run, names in (("ours", ["reward"]), ("trl", ["reward", "entropy", "grad_norm"])):
+    trls = ["train/reward", "train/entropy", "train/grad_norm"]
+    verls = ["critic/score/mean", "actor/entropy", "actor/grad_norm"]
+    verls += ["actor/bapo/clip_high", "actor/bapo/initial_share"]
+    for run, names in (("ours", ["train/reward"]), ("trl", trls), ("verl", verls)):
         writer = SummaryWriter(tmp_path / run)
         for name in names:
-            writer.add_scalar(f"train/{name}", 0.25, 1)
+            writer.add_scalar(name, 0.25, 1)
         writer.close()
         plot.main([str(tmp_path / run), "-o", str(tmp_path / f"{run}.png")])
     titles = [[axis.get_title() for axis in figure.axes if axis.lines] for figure in figures]
     assert len(titles[0]) == len(plot._PANELS) == len(set(titles[0]))
     assert len(figures[0].axes[0].lines[0].get_ydata()) == 5  # of the rollouts, not OpenRLHF's train/reward
     assert titles[1] == ["reward of the rollouts", "entropy of the policy (nats per token)", "gradient norm"]
+    assert titles[2] == [*titles[1], "clip bounds (importance ratio)", "positive share of the objective"]
 
 
 def test_the_table_holds_every_logged_number(tmp_path):

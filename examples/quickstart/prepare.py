@@ -8,14 +8,19 @@ The tasks, by name:
   first, so that a borrow is known when it is needed: "79-22=" (97 and 22) has the response "57-22=35-22=13-22=90". Of
   two random numbers the quotient q has a heavy tail, and so has the response's length of 6 q - 3 tokens: q is at least
   x for about one prompt in x. Half of the responses have 3 tokens, one in a hundred about 300 and more.
+* `walk`: from a start to a goal on a grid of 10 x 10, "37>12:", in moves up, down, left and right, "UULLLLL"; any way
+  that stays on the grid and ends on the goal is right. The demonstrations stray, so that wrong answers are longer than
+  right ones and positive tokens carry less than half of the objective: the imbalance that BAPO is about.
 
 The policy is a Qwen2 of 0.3 million parameters over single characters, fine-tuned until it samples the right answer
 about four times in ten: a start from which reinforcement learning has right and wrong answers to the same prompt to
-learn from.
+learn from. Where many answers are right, it is fine-tuned for a fixed number of steps.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -52,6 +57,9 @@ class Task:
 
     batch_size: int
     """Of fine-tuning."""
+
+    num_steps: int | None = None
+    """Of fine-tuning; None: until the response that a problem has is sampled with TARGET_ACCURACY."""
 
 
 def sums(seed: int) -> list[dict]:
@@ -90,9 +98,31 @@ def remainders(seed: int) -> list[dict]:
     return problems
 
 
+def walks(seed: int, stray: float = 0.35, longest: int = 40) -> list[dict]:
+    """All pairs of places; a response heads for the goal, but strays in a share of its moves, even from the goal."""
+    rng, size, moves = random.Random(seed), 10, {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+    places = list(itertools.product(range(size), repeat=2))
+    problems = []
+    for start, goal in itertools.permutations(places, 2):
+        at, taken = start, ""
+        while len(taken) < longest and (at != goal or rng.random() < stray):
+            ways = {m: (at[0] + row, at[1] + column) for m, (row, column) in moves.items()}
+            ways = {move: to for move, to in ways.items() if {*to} <= {*range(size)}}
+            if at != goal and rng.random() >= stray:
+                ways = {move: to for move, to in ways.items() if math.dist(to, goal) < math.dist(at, goal)}
+            move = rng.choice(list(ways))
+            at, taken = ways[move], taken + move
+        prompt = f"{start[0]}{start[1]}>{goal[0]}{goal[1]}:"
+        entry = {"answer": "", "metadata": {"walk": {"start": start, "goal": goal, "size": size}}}
+        problems.append({"prompt": prompt, "response": taken, "entry": entry})
+    rng.shuffle(problems)
+    return problems
+
+
 TASKS = {
     "chain_sum": Task(sums, characters="0123456789+=", max_length=10, num_train=3200, batch_size=256),
     "remainder": Task(remainders, characters="0123456789-=", max_length=600, num_train=1600, batch_size=128),
+    "walk": Task(walks, characters="0123456789>:UDLR", max_length=46, num_train=3200, batch_size=256, num_steps=200),
 }
 
 
@@ -175,8 +205,8 @@ def sampled_accuracy(model, sequences: list) -> float:
     return torch.cat(found).mean().item()
 
 
-def fine_tune(model, sequences: list, validation: list, batch_size: int, seed: int) -> None:
-    """Train in place on prompts with their responses until the target accuracy; exits if it is never reached."""
+def fine_tune(model, sequences: list, validation: list, task: Task, seed: int) -> None:
+    """Train in place on prompts with their responses until the task's end; exits if that is never reached."""
     import torch
 
     # One thread: these matrices are too small to share, and a second thread waits for any other program's core.
@@ -186,7 +216,7 @@ def fine_tune(model, sequences: list, validation: list, batch_size: int, seed: i
     generator = torch.Generator().manual_seed(seed)
     start = time.monotonic()
     for step in range(1, MAX_STEPS + 1):
-        chosen = [sequences[i] for i in torch.randint(len(sequences), (batch_size,), generator=generator)]
+        chosen = [sequences[i] for i in torch.randint(len(sequences), (task.batch_size,), generator=generator)]
         num_tokens, loss = sum(len(tokens) - PROMPT_LENGTH for tokens in chosen), 0.0
         optimizer.zero_grad()
         for log_probs in log_probs_of_responses(model, chosen):
@@ -197,10 +227,14 @@ def fine_tune(model, sequences: list, validation: list, batch_size: int, seed: i
         optimizer.step()
         warmup.step()
         if step % CHECK_EVERY == 0:
-            accuracy = sampled_accuracy(model, validation)
-            progress = f"step {step:3}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}"
+            progress = f"step {step:3}  loss {loss:.3f}"
+            if task.num_steps:
+                is_done = step >= task.num_steps
+            else:
+                accuracy = sampled_accuracy(model, validation)
+                progress, is_done = f"{progress}  sampled accuracy {accuracy:.3f}", accuracy >= TARGET_ACCURACY
             print(f"[{time.monotonic() - start:4.0f} s] fine-tuning {progress}", flush=True)
-            if accuracy >= TARGET_ACCURACY:
+            if is_done:
                 return
     sys.exit(f"fine-tuning did not reach an accuracy of {TARGET_ACCURACY} in {MAX_STEPS} steps; try another --seed")
 
@@ -209,7 +243,7 @@ def main() -> None:
     """Make the start, unless it is there; an interrupted run leaves nothing that looks complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to make")
-    parser.add_argument("--task", choices=TASKS, default="chain_sum", help="(%(default)s)")
+    parser.add_argument("--task", choices=TASKS, default="walk", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     settings = {"task": args.task, "seed": args.seed, "source": Path(__file__).read_text()}
@@ -236,7 +270,7 @@ def main() -> None:
     logging.disable_progress_bar()
     tokenizer, model = make_tokenizer(task), make_model(task, args.seed)
     others = encode(problems[task.num_train :], tokenizer)
-    fine_tune(model, others, encode(validation, tokenizer), task.batch_size, args.seed)
+    fine_tune(model, others, encode(validation, tokenizer), task, args.seed)
     tokenizer.save_pretrained(aside / "model")
     model.to(torch.bfloat16).save_pretrained(aside / "model")
     (aside / "settings.json").write_text(json.dumps(settings))

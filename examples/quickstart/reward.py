@@ -1,6 +1,7 @@
 """The quickstart's reward, an ordinary OpenRLHF reward-function file: reasoning-gym's own score of the answer.
 
-The answer is the whole response, or what stands after its last "=" where the problem is to be worked out.
+The answer is the whole response, or what stands after its last "=" where the problem is to be worked out. A walk is
+right if it ends on the goal and never leaves the grid.
 """
 
 import json
@@ -10,6 +11,28 @@ from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
 SCORER = ChainSumDataset(ChainSumConfig())
 EOS = "<eos>"
+MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+
+
+def walk_score(moves: str, start: list[int], goal: list[int], size: int) -> float:
+    """1 for a walk within a grid of size x size from start to goal, (row, column) each, else 0."""
+    row, column = start
+    for move in moves:
+        down, right = MOVES.get(move, (size, size))
+        row, column = row + down, column + right
+        if not (0 <= row < size and 0 <= column < size):
+            return 0.0
+    return float([row, column] == goal)
+
+
+def score(response: str, entry: dict) -> float:
+    """Of one response, as text with its special tokens."""
+    answer = response.removesuffix(EOS)
+    if "walk" in entry["metadata"]:
+        return walk_score(answer, **entry["metadata"]["walk"]) if response.endswith(EOS) else 0.0
+    if "is_worked_out" in entry["metadata"]:
+        answer = answer.rpartition("=")[2]
+    return SCORER.score_answer(answer, entry=entry)
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwargs) -> dict:
@@ -24,12 +47,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwa
         `rewards` and `scores`, float [len(queries)]: 1 for a right answer, else 0. The partial credit that
         reasoning-gym gives to 195 for 95 is left out, so that the mean is an accuracy.
     """
-    answers = [query[len(prompt) :].removesuffix(EOS) for query, prompt in zip(queries, prompts, strict=True)]
-    entries = [json.loads(label) for label in labels]
-    answers = [
-        answer.rpartition("=")[2] if "is_worked_out" in entry["metadata"] else answer
-        for answer, entry in zip(answers, entries, strict=True)
-    ]
-    scores = [SCORER.score_answer(a, entry=entry) for a, entry in zip(answers, entries, strict=True)]
+    responses = [query[len(prompt) :] for query, prompt in zip(queries, prompts, strict=True)]
+    scores = [score(response, json.loads(label)) for response, label in zip(responses, labels, strict=True)]
     rewards = (torch.tensor(scores) == 1).float()
     return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
