@@ -1,8 +1,8 @@
 """Whole training steps of the quickstart by method, on the CPU: what the search costs beside OpenRLHF's fixed clip.
 
 The methods are run by turns through the real command, and medians are taken over all steps but the first three of every
-run. Printed are seconds of the training phase, of the forward for the ratios in it, and of the step, and the first
-two against ppo's.
+run. Printed are seconds of the training phase, of the forward for the ratios and the search in it, and of the step, and
+phase and step against ppo's.
 
     .venv/bin/python benchmarks/step.py                         # four micro-batches an optimizer step
     .venv/bin/python benchmarks/step.py --micro_batch_size 32   # one
@@ -23,12 +23,14 @@ import pipeline  # noqa: E402
 WARM_UP = 3
 METHODS = {
     "ppo": ({"METHOD": "grpo"}, []),
-    "bapo": ({"METHOD": "bapo"}, []),
+    "bapo": ({"METHOD": "bapo", "PRESET": "readme"}, []),
     "gradient": ({"METHOD": "bapo_gradient"}, []),
-    "micro_batch": ({"METHOD": "bapo"}, ["--bapo.scope", "micro_batch"]),
+    "micro_batch": ({"METHOD": "bapo", "PRESET": "readme"}, ["--bapo.scope", "micro_batch"]),
     "steady": ({"METHOD": "bapo", "PRESET": "steady"}, []),
-    "replay": ({"METHOD": "bapo"}, ["--replay.ratio", "1"]),
+    "replay": ({"METHOD": "bapo", "PRESET": "readme"}, ["--replay.ratio", "1"]),
 }
+
+SIZES = {"TASK": "chain_sum", "MAX_NEW_TOKENS": "8", "EVAL_STEPS": "1000"}
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
                 subprocess.run(
                     ["bash", "scripts/train_bapo_quickstart.sh", *flags],
                     cwd=REPOSITORY,
-                    env=os.environ | environment | {"RUNS": runs, "STEPS": str(args.steps), "EVAL_STEPS": "1000"},
+                    env=os.environ | environment | SIZES | {"RUNS": runs, "STEPS": str(args.steps)},
                     stdout=subprocess.DEVNULL,
                     check=True,
                 )
@@ -62,19 +64,18 @@ def main() -> None:
     def median(method: str, name: str) -> float:
         return statistics.median(step.get(name, 0.0) for step in found[method])
 
-    print(
-        "| method | ppo_train (s) | of which the ratio forward | step (s) | ppo_train / ppo's | step / ppo's | steps |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    print("| method | ppo_train (s) | ratio forward | search | step (s) | ppo_train / ppo's | step / ppo's | steps |")
+    print("|---|---|---|---|---|---|---|---|")
     for method, steps in found.items():
         train, step = median(method, "timing/ppo_train"), median(method, "timing/step_total")
         ratios = "- | -"
+        search = median(method, "timing/bapo_search")
         if "ppo" in found:
             ratios = (
                 f"{train / median('ppo', 'timing/ppo_train'):.3f} | {step / median('ppo', 'timing/step_total'):.3f}"
             )
         forward = median(method, "timing/bapo_ratio_forward")
-        print(f"| {method} | {train:.3f} | {forward:.3f} | {step:.3f} | {ratios} | {len(steps)} |")
+        print(f"| {method} | {train:.3f} | {forward:.3f} | {search:.3f} | {step:.3f} | {ratios} | {len(steps)} |")
 
 
 if __name__ == "__main__":

@@ -37,11 +37,14 @@ if [ "$DEVICE" = cpu ]; then
 else
   step "torch $TORCH, OpenRLHF, vLLM and flash-attn for CUDA"
   uv "torch==$TORCH" ninja packaging psutil setuptools wheel  # flash-attn is built against the torch that is there
-  uv --no-build-isolation-package flash-attn -e '.[gpu,dev]'
+  uv --no-build-isolation-package flash-attn -e '.[openrlhf,dev]'
 fi
 
 step "compiling what is imported"
-# Every process of a run imports these; without bytecode each would compile them anew.
+# Every process of a run imports these; without bytecode each would compile them anew. Ray's helpers and vLLM's engine
+# import more of theirs.
+packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j 0 "$packages"/{ray,vllm} >>"$log" 2>&1
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
 from openrlhf_bapo import register
 register()
