@@ -18,6 +18,7 @@ CALLABLES = [
         "PolicyLoss.forward",
         ["log_probs", "old_log_probs", "advantages", "action_mask", "rollout_log_probs"],
     ),
+    ("openrlhf.trainer.ray.launcher", "BaseDistributedActor._get_free_port", []),
     ("openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", ["self", "kl_ctl"]),
     ("openrlhf.trainer.ray.ppo_actor", "PolicyModelActor.init_model_from_pretrained", ["self", "strategy"]),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.init_checkpoint_states", ["self"]),

@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,17 @@ def reward_server() -> Iterator[tuple[str, list[float]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/get_reward", given
         server.shutdown()
+
+
+def test_the_port_at_which_ranks_are_to_meet_stays_theirs_until_they_do():
+    from openrlhf.trainer.ray.launcher import BaseDistributedActor
+
+    port = BaseDistributedActor._get_free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    ranks = torch.distributed.TCPStore("localhost", port, world_size=1, is_master=True)
+    ranks.set("rank", "0")
+    assert ranks.get("rank") == b"0"
 
 
 @pytest.mark.pipeline

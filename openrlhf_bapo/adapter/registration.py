@@ -8,6 +8,7 @@ import functools
 import importlib
 import multiprocessing
 import os
+import socket
 import threading
 from types import ModuleType
 
@@ -20,6 +21,7 @@ WORKER_SETUP_HOOK = "openrlhf_bapo.adapter.registration.register"
 @functools.cache
 def register() -> None:
     """Register with OpenRLHF in this process; cheap, and a second call does nothing."""
+    wrapt.register_post_import_hook(_hold_the_ranks_port, "openrlhf.trainer.ray.launcher")
     wrapt.register_post_import_hook(_use_actor_trainer, "openrlhf.trainer.ray.ppo_actor")
     for model in ("actor", "critic"):
         wrapt.register_post_import_hook(_shuffle_by_step, f"openrlhf.trainer.ray.ppo_{model}")
@@ -31,6 +33,23 @@ def register() -> None:
         wrapt.register_post_import_hook(_use_off_policy_parts, trainer)
     wrapt.register_post_import_hook(_evaluate_at_start, "openrlhf.trainer.ppo_trainer")
     wrapt.register_post_import_hook(_end_with_the_actor, "vllm.v1.engine.core")
+
+
+def _hold_the_ranks_port(launcher: ModuleType) -> None:
+    """Keep the port at which a model's ranks are to meet bound until they do.
+
+    OpenRLHF lets go of it when the first rank starts; in the half minute until the ranks meet there, any connection of
+    the machine may be given it, and the run ends with "address already in use".
+    """
+    held = []
+
+    def get_free_port() -> int:
+        held.append(port := socket.socket())
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store does so too, and may listen there
+        port.bind(("", 0))
+        return port.getsockname()[1]
+
+    launcher.BaseDistributedActor._get_free_port = staticmethod(get_free_port)
 
 
 def _use_actor_trainer(_: ModuleType) -> None:
