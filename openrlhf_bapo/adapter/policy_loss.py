@@ -161,11 +161,11 @@ class BapoPolicyLoss(PolicyLoss):
                     tally = self.steady.tally(*self._tokens(log_probs, old_log_probs, advantages, mask))
                 self._trained = tally if self._trained is None else self._trained + tally
         # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
-        low, high = 1 - bounds.lower, bounds.upper - 1
+        lower, upper = bounds.lower, bounds.upper
         if log_probs.device.type == "cpu":
             # A clamp by numbers takes half as long as one by tensors; on a GPU reading them would wait for it.
-            low, high = low.item(), high.item()
-        self.clip_eps_low, self.clip_eps_high = low, high
+            lower, upper = lower.item(), upper.item()
+        self.clip_eps_low, self.clip_eps_high = 1 - lower, upper - 1
         return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)
 
     def _search(self, tally: ContributionTally) -> ClipBounds:
