@@ -300,7 +300,7 @@ ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir":
         (Interrupted("after step 3"), "after step 3"),
         (ValueError("\n\n  first\nsecond"), "ValueError: first"),
         (ValueError(), "ValueError"),
-        (ActorDiedError(), "a Ray actor died; killed from outside"),
+        (ActorDiedError(), "a Ray actor, or its node's raylet, died; killed from outside"),
         (EngineDeadError(), "a rollout engine (vLLM's EngineCore) died; killed from outside"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

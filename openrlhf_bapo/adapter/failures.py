@@ -74,7 +74,7 @@ def _process(text: str) -> str:
     found = {key: match[1] for key in ("class_name", "pid", "ip") if (match := re.search(rf"\b{key}: (\S+)", text))}
     name = found.get("class_name") or next((name for name in PROCESSES if name in text), None)
     which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
-    return PROCESSES.get(name, "a Ray actor") + (f" ({', '.join(which)})" if which else "")
+    return PROCESSES.get(name, "a Ray actor, or its node's raylet,") + (f" ({', '.join(which)})" if which else "")
 
 
 def nearest_folder(folder: str | Path) -> Path:
