@@ -395,21 +395,38 @@ def test_two_runs_of_a_study_do_not_share_a_folder_of_results(small_study):
     assert run.returncode == 1 and run.stderr == f"{results} is in use by another run\n"
 
 
-def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts(tmp_path):
-    cells = study.read_cells(FOLDER / "study.toml", "walk-lag8-updates8-lr0.0001-*")
+def leave_cell(file: Path, first_rollouts: float, last_rollouts: float):
+    """A result with the same number in all columns."""
     columns = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
+    values = [first_rollouts] * 40 + [last_rollouts] * 20
+    file.write_text("\n".join([",".join(columns), *(",".join([str(value)] * len(columns)) for value in values)]))
+
+
+def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts(tmp_path):
+    name = "walk-lag8-updates8-lr0.0001"
+    cells = study.read_cells(FOLDER / "study.toml", f"{name}-*")
     for seed, value in enumerate((0.5, 0.6, 0.7)):
-        rows = [[str(9.0 if number < 40 else value)] * len(columns) for number in range(60)]
-        text = "\n".join(",".join(row) for row in [columns, *rows])
-        (tmp_path / f"walk-lag8-updates8-lr0.0001-ppo-seed{seed}.csv").write_text(text)
+        leave_cell(tmp_path / f"{name}-ppo-seed{seed}.csv", 9, value)
         if seed < 2:  # another reward by seed, so that a difference is one of pairs
-            text = text.replace(str(value), str(value + 0.2 + seed / 10))
-            (tmp_path / f"walk-lag8-updates8-lr0.0001-gradient-seed{seed}.csv").write_text(text)
+            leave_cell(tmp_path / f"{name}-gradient-seed{seed}.csv", 9, value + 0.2 + seed / 10)
     lines = study.tables(cells, tmp_path, against="", details=False)
     assert "| ppo | 0.600 \u00b1 0.058 (3) |" in lines  # 0.1 / sqrt(3)
     assert "| gradient | 0.800 \u00b1 0.100 (2) |" in lines
     lines = study.tables(cells, tmp_path, against="ppo", details=False)
     assert "| gradient | 0.800 \u00b1 0.100 (2) | 0.250 \u00b1 0.050 (2) |" in lines
+
+
+def test_two_runs_of_a_seed_are_a_pair_only_if_their_start_policies_are_the_same(tmp_path):
+    name = "lag8-updates8-lr0.0001"
+    cells = study.read_cells(FOLDER / "study.toml", f"*{name}-*")
+    for task in ("walk", "pipeline"):
+        for seed in (0, 1):
+            leave_cell(tmp_path / f"{task}-{name}-ppo-seed{seed}.csv", 0.25, 0.5)
+            leave_cell(tmp_path / f"{task}-{name}-gradient-seed{seed}.csv", 0.25 + seed / 100, 0.75 + seed / 10)
+    lines = study.tables(cells, tmp_path, against="ppo", details=False)
+    both = "| gradient | 0.800 \u00b1 0.050 (2) | "
+    assert both + "0.250 (1) |" in lines  # of the walk: its first rollout is made from the seed's random numbers
+    assert both + "0.300 \u00b1 0.050 (2) |" in lines
 
 
 def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_several_learning_rates(tmp_path):

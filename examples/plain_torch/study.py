@@ -115,12 +115,15 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
     return failed
 
 
-def summary(file: Path) -> dict[str, float]:
-    """Means over a run's last rollouts, and the accuracies at its end."""
+def summary(file: Path) -> dict[str, float | tuple]:
+    """Means over a run's last rollouts, the accuracies at its end, and how it began, to know runs of one start by."""
     with open(file) as lines:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
     means = {name: fmean(row[name] for row in rows[-LAST:]) for name in ("reward", *DETAILS)}
-    return means | {name: rows[-1].get(name, nan) for name in ("greedy", "pass1", "pass16")}
+    # In plain PyTorch the first rollout is a function of the start policy, and fine-tuned on another kind of processor
+    # the same seed is another start policy. Through the pipeline no two first rollouts are alike.
+    began = () if file.name.startswith("pipeline") else (rows[0]["reward"], rows[0]["entropy"])
+    return means | {name: rows[-1].get(name, nan) for name in ("greedy", "pass1", "pass16")} | {"began": began}
 
 
 def mean_and_error(values: list[float], digits: int = 3) -> str:
@@ -142,21 +145,28 @@ def summaries(cells: dict[str, dict], results: Path) -> dict[str, dict[float, di
     return {setting: dict(sorted(by_lr.items())) for setting, by_lr in found.items()}
 
 
+def differences(ours: dict[int, dict], theirs: dict[int, dict]) -> list[float]:
+    """Of rewards, of each seed whose two runs are of one start policy."""
+    alike = [seed for seed in ours if seed in theirs and ours[seed]["began"] == theirs[seed]["began"]]
+    return [ours[seed]["reward"] - theirs[seed]["reward"] for seed in alike]
+
+
 def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -> list[str]:
     """Markdown: reward by method and learning rate, a table for each task, lag and number of updates.
 
-    With `against`, a method, also what it is less that method's, seed by seed: of the seeds that both have. With
-    `details` a table for each learning rate too, of everything else that was measured.
+    With `against`, a method, also what it is less that method's, seed by seed: of the seeds that both have and that
+    began alike. With `details` a table for each learning rate too, of everything else that was measured.
     """
     lines = []
     for setting, by_lr in summaries(cells, results).items():
         methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
-        rewards = {m: {lr: {seed: s["reward"] for seed, s in by_lr[lr][m].items()} for lr in by_lr} for m in methods}
-        columns = {f"lr {lr:g}": [mean_and_error([*rewards[m][lr].values()]) for m in methods] for lr in by_lr}
+        columns = {
+            f"lr {lr:g}": [mean_and_error([s["reward"] for s in by_lr[lr][m].values()]) for m in methods]
+            for lr in by_lr
+        }
         for lr in by_lr if against in methods else ():
-            theirs = rewards[against][lr]
-            pairs = [[x - theirs[seed] for seed, x in rewards[m][lr].items() if seed in theirs] for m in methods]
-            columns[f"lr {lr:g}, less {against}"] = [mean_and_error(differences) for differences in pairs]
+            pairs = [differences(by_lr[lr][m], by_lr[lr][against]) for m in methods]
+            columns[f"lr {lr:g}, less {against}"] = [mean_and_error(pair) for pair in pairs]
         lines += [f"{setting}: reward of the last {LAST} rollouts, mean \u00b1 standard error (seeds)", ""]
         lines += markdown(["method", *columns], [*zip(methods, *columns.values(), strict=True)])
         for lr in by_lr if details else ():
