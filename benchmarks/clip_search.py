@@ -6,7 +6,7 @@ quartiles, and the most MiB that were allocated at once beside the inputs.
 
     python benchmarks/clip_search.py --device cpu --tokens 14 17 20
 
-Needs torch alone. OpenRLHF's PolicyLoss is measured where openrlhf is installed.
+Needs torch and numpy alone. OpenRLHF's PolicyLoss is measured where openrlhf is installed.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,14 +112,17 @@ def seconds(function: Callable[[], object], device: str, clock: Callable[[], flo
 
 
 def peak_mib(function: Callable[[], object], device: str) -> float:
-    """The most that one call had allocated at once, beside what there was before it."""
+    """The most that one call had allocated at once, beside what there was before it; torch's and numpy's most added."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         function()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
+    tracemalloc.start()
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
+    held_by_numpy = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
@@ -127,7 +131,7 @@ def peak_mib(function: Callable[[], object], device: str) -> float:
     for _, num_bytes in allocations:
         held += num_bytes
         peak = max(peak, held)
-    return peak / 2**20
+    return (peak + held_by_numpy) / 2**20
 
 
 def measure(num_tokens: int, spread: float, args: argparse.Namespace) -> list[str]:

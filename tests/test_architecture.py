@@ -10,7 +10,7 @@ from pipeline import REPOSITORY
 PACKAGE = REPOSITORY / "openrlhf_bapo"
 # What a layer below the adapter may import beside the standard library, and beside itself.
 LIBRARIES = {
-    "core": {"torch", "safetensors"},
+    "core": {"numpy", "safetensors", "torch"},
     "math_tasks": {"torch", "math_verify", "latex2sympy2_extended", "sympy"},
     "planning": set(),
 }

@@ -19,6 +19,7 @@ from openrlhf_bapo import (
     ClipConfig,
     ContributionTally,
     find_clip_bounds,
+    measure_clip_bounds,
     solve_clip_bounds,
     tally_at_bounds,
     tally_contributions,
@@ -258,7 +259,6 @@ def test_tallied_in_blocks_and_in_buckets_alone_the_sums_are_the_same(token_list
         ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
         mask[i] = data.draw(st.sampled_from([0.0, math.nan]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip_bounds, "_FEW_TOKENS", 0)
         patch.setattr(clip_bounds, "_BLOCK_TOKENS", num_a_block)
         assert_same_sums(ratio, advantages, mask, config)
 
@@ -269,6 +269,25 @@ def test_a_tally_of_several_blocks_is_that_of_all_their_tokens(config):
     ratio = (0.5 * torch.randn(num, generator=generator)).exp()
     advantages, mask = torch.randn(num, generator=generator), torch.rand(num, generator=generator) < 0.7
     assert_same_sums(ratio, advantages, mask, config)
+
+
+@given(tokens(), clip_configs())
+def test_solved_as_on_a_gpu_a_tally_has_the_same_bounds_and_shares(token_list, config):
+    assume(not near_a_decision(token_list, config, 1e-9))
+    tokens, bounds = as_tensors(token_list), torch.tensor([0.75, 1.5], dtype=torch.float64)
+    searched, at_bounds = tally_contributions(*tokens, config), tally_at_bounds(*tokens, *bounds)
+
+    def solved() -> tuple[ClipBounds, ClipBounds]:
+        for cached in (clip_bounds._path, clip_bounds._members):
+            cached.cache_clear()
+        return solve_clip_bounds(searched, config), measure_clip_bounds(at_bounds, *bounds, config)
+
+    expected = solved()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip_bounds, "_array", lambda tensor: tensor)
+        found = solved()
+    solved()  # what is cached is as it was
+    assert all(equal(*pair, rel=1e-9) for pair in zip(found, expected, strict=True))
 
 
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():

@@ -14,8 +14,8 @@ import torch
 
 import openrlhf_bapo
 
-# torch's own, by what they are called in site-packages.
-OF_TORCH = "torch torchgen functorch filelock fsspec jinja2 markupsafe mpmath networkx sympy".split()
+# What the core needs, by its names in site-packages.
+NEEDED = "torch torchgen functorch filelock fsspec jinja2 markupsafe mpmath networkx sympy numpy numpy.libs".split()
 
 USE = """
 import openrlhf_bapo, torch
@@ -27,7 +27,7 @@ print(openrlhf_bapo.__file__, openrlhf_bapo.__version__, bounds.lower.item(), bo
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """The programs of an environment that has the wheel and torch alone; the wheel and its source pass twine."""
+    """The programs of an environment that has the wheel, torch and numpy alone; the wheel and its source pass twine."""
     directory = tmp_path_factory.mktemp("package")
     python, packages = (sys.executable, "-m"), directory / "dist"
     build = *python, "build", "--no-isolation", "--outdir", packages, pipeline.REPOSITORY
@@ -35,7 +35,7 @@ def bare(tmp_path_factory) -> Path:
     subprocess.run([*python, "twine", "check", "--strict", *packages.iterdir()], check=True, capture_output=True)
     venv.create(directory / "venv", symlinks=True)
     (site_packages,) = (directory / "venv").glob("lib/python*/site-packages")
-    for name in (*OF_TORCH, "typing_extensions.py"):
+    for name in (*NEEDED, "typing_extensions.py"):
         (site_packages / name).symlink_to(Path(torch.__file__).parents[1] / name)
     found = directory / "venv" / "bin"
     install = *python, "pip", "--python", found / "python", "install", "--quiet", "--no-deps"
@@ -43,7 +43,7 @@ def bare(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_with_torch_alone_finds_clip_bounds_and_has_types_and_the_one_version(bare):
+def test_the_wheel_with_torch_and_numpy_alone_finds_clip_bounds_and_has_types_and_the_one_version(bare):
     run = subprocess.run([bare / "python", "-c", USE], capture_output=True, text=True, check=True, cwd=bare)
     file, *found = run.stdout.split()
     assert found == [openrlhf_bapo.__version__, "0.6", "1.2"] and metadata.version("openrlhf-bapo") == found[0]

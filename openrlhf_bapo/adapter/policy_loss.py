@@ -177,6 +177,9 @@ class BapoPolicyLoss(PolicyLoss):
         return bounds
 
 
+_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver every time
+
+
 class Timer:
     """Seconds that a device spends in a `with` block; read late, it stalls no GPU on the way."""
 
@@ -194,7 +197,7 @@ class Timer:
 
     @staticmethod
     def _now() -> "float | torch.cuda.Event":
-        if not torch.cuda.is_available():
+        if not _has_cuda():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -1,1 +1,1 @@
-"""The method: torch, safetensors and the standard library only; knows no framework."""
+"""The method: torch, numpy, safetensors and the standard library only; knows no framework."""

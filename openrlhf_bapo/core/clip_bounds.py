@@ -19,6 +19,7 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,9 +32,8 @@ MAX_GRID_STEPS = 1000
 # one bucket per side, and atomic additions to one address would otherwise queue up on a GPU.
 _LANES = 256
 
-# On a CPU they are added up in blocks that stay in its cache; few tokens are fastest in the fewest operations.
-_BLOCK_TOKENS = 65_536
-_FEW_TOKENS = 1024
+# On a CPU they are added up in blocks that stay in its cache.
+_BLOCK_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
@@ -174,34 +174,35 @@ class _Edges:
         return self.lower[-1].item(), self.upper[0].item()
 
     @functools.cached_property
-    def order(self) -> torch.Tensor:
+    def order(self) -> np.ndarray:
         """A tally's columns among sums by position, with those of the negative tokens inside behind them."""
         num_lower, num_upper = self.lower.numel(), self.upper.numel()
         last = num_lower + num_upper + 1
-        return torch.tensor([*range(num_lower, last), *range(num_lower), last])
+        return np.array([*range(num_lower, last), *range(num_lower), last])
 
     @functools.cached_property
-    def _cells(self) -> tuple[torch.Tensor, float, torch.Tensor, int]:
+    def _cells(self) -> tuple[np.ndarray, float, np.ndarray, int]:
         below = torch.nextafter(self.lower, torch.zeros_like(self.lower))  # a ratio on a lower bound lies above it
-        edges = torch.cat([below, self.upper])
-        scale = self.num_cells / edges[-1].item()
+        edges = torch.cat([below, self.upper]).double().numpy()
+        scale = self.num_cells / edges[-1]
         cell = _cell(edges, scale, self.num_cells)
-        first = torch.searchsorted(cell, torch.arange(self.num_cells + 1, dtype=cell.dtype))
-        return torch.cat([edges, edges.new_full((1,), math.inf)]), scale, first, int(cell.bincount().max())
+        first = np.searchsorted(cell, np.arange(self.num_cells + 1))
+        return np.append(edges, np.inf), scale, first, np.bincount(cell).max()
 
-    def position(self, ratio: torch.Tensor) -> torch.Tensor:
-        """How many of the lower bounds are not above and of the upper ones below each ratio; on the CPU."""
-        # Many times faster than bucketize, whose every step is a branch that random ratios send either way: a table
+    def position(self, ratio: np.ndarray) -> np.ndarray:
+        """How many of the lower bounds are not above and of the upper ones below each ratio."""
+        # Many times faster than a search, whose every step is a branch that random ratios send either way: a table
         # says how many edges lie in the cells of the line before the ratio's own, the rest is compared.
         edges, scale, first, num_compared = self._cells
-        position = first.index_select(0, _cell(ratio, scale, self.num_cells))
+        position = first.take(_cell(ratio, scale, self.num_cells))
         for _ in range(num_compared):
-            position += ratio > edges.index_select(0, position)
+            position += ratio > edges.take(position)
         return position
 
 
-def _cell(ratio: torch.Tensor, scale: float, num_cells: int) -> torch.Tensor:
-    return (ratio * scale).clamp_(0, num_cells).int()  # rises with the ratio in every precision
+def _cell(ratio: np.ndarray, scale: float, num_cells: int) -> np.ndarray:
+    cell = ratio * scale
+    return np.minimum(cell, num_cells, out=cell).astype(np.intp)
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,20 +213,25 @@ def _edges(config: ClipConfig, device: torch.device, dtype: torch.dtype) -> _Edg
     return _Edges(lower, upper, num_cells=4096)
 
 
+def _array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+    """On a CPU numpy's, whose operations on a few numbers take half as long."""
+    return tensor.numpy(force=True) if tensor.device.type == "cpu" else tensor
+
+
 @dataclass(frozen=True)
 class _Path:
-    """The points of a walk, as tensors on one device."""
+    """The points of a walk, as arrays of one device."""
 
-    bounds: torch.Tensor
+    bounds: torch.Tensor | np.ndarray
     """[2, num_points], float64: the upper and the lower bound of each point."""
 
-    members: torch.Tensor
+    members: torch.Tensor | np.ndarray
     """[num_buckets, 2 * 2 * num_points], 1.0 where a bucket's tokens are (inside, outside) a point's (upper, lower)."""
 
-    first: torch.Tensor
+    first: torch.Tensor | np.ndarray
     """[num_points], falling: the first of the points that meet the target has the highest."""
 
-    last: torch.Tensor
+    last: torch.Tensor | np.ndarray
     """[num_points], below `first`: of the points that do not meet it the last has the highest."""
 
 
@@ -234,18 +240,18 @@ def _path(config: ClipConfig, device: torch.device) -> _Path:
     lower, upper = zip(*config.path(), strict=True)
     grids = config.upper_grid(), config.lower_grid()
     bounds = [[grid[i] for i in at] for grid, at in zip(grids, (upper, lower), strict=True)]
-    return _Path(torch.tensor(bounds, dtype=torch.float64, device=device), *_members(lower, upper, device))
+    return _Path(_array(torch.tensor(bounds, dtype=torch.float64, device=device)), *_members(lower, upper, device))
 
 
 @functools.lru_cache(maxsize=64)
-def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> list[torch.Tensor | np.ndarray]:
     # Positive tokens with r <= upper[k] stand in buckets 0..k; negative ones with r >= lower[k] in buckets k+1 and on.
     positive = torch.arange(max(upper) + 2)[:, None] <= torch.tensor(upper)
     negative = torch.arange(max(lower) + 2)[:, None] > torch.tensor(lower)
     inside, outside = (torch.block_diag(*sides) for sides in ((positive, negative), (~positive, ~negative)))
     first = torch.arange(len(lower), 0, -1)
     last = torch.where(first == 1, 0, -1)
-    return torch.cat([inside, outside], 1).to(device, torch.float64), first.to(device), last.to(device)
+    return [_array(x.to(device)) for x in (torch.cat([inside, outside], 1).double(), first, last)]
 
 
 @dataclass(frozen=True)
@@ -327,10 +333,9 @@ def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ed
     tokens = ratio.flatten(), advantages.flatten(), mask.flatten()
     if ratio.device.type != "cpu":
         return ContributionTally(_sums_of_all(*tokens, edges, _LANES))
-    if ratio.numel() <= _FEW_TOKENS:
-        return ContributionTally(_sums_of_all(*tokens, edges, 1))
-    starts = range(0, ratio.numel(), _BLOCK_TOKENS)
-    blocks = ([x[start : start + _BLOCK_TOKENS] for x in tokens] for start in starts)
+    if ratio.numel() <= _BLOCK_TOKENS:
+        return ContributionTally(_sums_of_block(edges, *tokens))
+    blocks = zip(*(x.split(_BLOCK_TOKENS) for x in tokens), strict=True)
     return ContributionTally(functools.reduce(torch.add, (_sums_of_block(edges, *block) for block in blocks)))
 
 
@@ -354,39 +359,36 @@ def _sums_of_all(
     return sums.view(3, num_lanes, num_buckets).sum(1).abs_()
 
 
-@functools.cache
-def _numbers(num: int) -> torch.Tensor:
-    return torch.arange(num)
-
-
+@np.errstate(invalid="ignore", over="ignore")
 def _sums_of_block(edges: _Edges, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As `_sums_of_all`, faster on a CPU: most tokens are inside at every point, and only the others need a bucket."""
     if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)  # converted several times faster
-    r, size = ratio.double(), advantages.double() * mask
-    is_outside = r.clamp(*edges.innermost).sub_(r).mul_(size).lt_(0)  # 1.0 or 0.0: bool takes longer here too
-    num_outside = is_outside.sum().item()
-    sums = r.new_zeros(3, edges.num_buckets)  # by position, the tokens inside stay out; and one more
-    if num_outside:
-        # Where in the list of those outside each token goes, the others all into its place 0: `nonzero` takes a branch
-        # for every token, which random ratios send either way.
-        place = is_outside.cumsum(0).mul_(is_outside).long()
-        outside = place.new_empty(place.numel() + 1).scatter_(0, place, _numbers(_BLOCK_TOKENS)[: place.numel()])
-        outside = outside[1 : int(num_outside) + 1]
-        outside_ratio, outside_size = ratio.index_select(0, outside), size.index_select(0, outside)
-        values = torch.stack([outside_size * outside_ratio, outside_size, torch.ones_like(outside_size)])
-        sums.index_add_(1, edges.position(outside_ratio), values)
-        size.index_fill_(0, outside, 0.0)
-
-    sides = size.new_empty(2, size.numel())  # positive and negative tokens
-    torch.clamp(size, min=0, out=sides[0])
-    torch.clamp(size, max=0, out=sides[1])
-    sums[:, edges.lower.numel() :: edges.upper.numel() + 1] = torch.stack(
-        [sides @ r, sides.sum(1), sides.sign_().sum(1)]
-    )
-    sums = sums.index_select(1, edges.order).abs_()
+        weighted = (advantages * mask.view(torch.uint8)).double()  # bytes are converted several times faster
+    else:
+        weighted = advantages.double() * mask
+    r, size = ratio.double().numpy(force=True), weighted.numpy(force=True)
+    is_positive, is_negative = size > 0, size < 0
+    num_positive, num_negative = np.count_nonzero(is_positive), np.count_nonzero(is_negative)
+    lower, upper = edges.innermost
+    outside = np.flatnonzero(is_positive & (r > upper) | is_negative & (r < lower))
+    sums = np.zeros((3, edges.num_buckets))  # by position, the tokens inside stay out; and one more
+    if outside.size:
+        outside_r, outside_size = r.take(outside), size.take(outside)
+        position = edges.position(outside_r)
+        for row, values in enumerate((outside_size * outside_r, outside_size, None)):
+            sums[row] = np.bincount(position, values, edges.num_buckets)
+        num_negative -= (num_negative_outside := np.count_nonzero(outside_size < 0))
+        num_positive -= outside.size - num_negative_outside
+        size[outside] = 0
+    for column, side, num in (
+        (edges.lower.numel(), np.maximum(size, 0), num_positive),
+        (-1, np.minimum(size, 0, out=size), num_negative),
+    ):
+        sums[:, column] = np.einsum("t,t", side, r), side.sum(), num  # a dot product would take threads of its own
     # Garbage under a mask of 0 has become a zero, or else a sum that is not finite.
-    return sums if math.isfinite(sums.sum().item()) else _sums_of_all(ratio, advantages, mask, edges, 1)
+    if not math.isfinite(sums.sum()):
+        return _sums_of_all(ratio, advantages, mask, edges, 1)
+    return torch.from_numpy(np.abs(sums.take(edges.order, 1)))
 
 
 @torch.no_grad()
@@ -404,16 +406,19 @@ def measure_clip_bounds(
     `initial_share` is the share at them too: there is no path.
     """
     only_point = _members((0,), (0,), lower.device)
-    return _solve(tally, _Path(torch.stack([upper, lower])[:, None], *only_point), config)
+    return _solve(tally, _Path(_array(torch.stack([upper, lower])[:, None]), *only_point), config)
 
 
+@np.errstate(invalid="ignore")
 def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBounds:
+    sums = _array(tally.sums)
+    np_or_torch = torch if sums is tally.sums else np
     # Rows of the tally x (inside, outside) x (positive, negative) x points, in one operation: the tally is small, and
     # what a search of few tokens takes is the number of its operations.
-    weighted, size, num_tokens = (tally.sums @ path.members).view(3, 2, 2, -1)
+    weighted, size, num_tokens = (sums @ path.members).reshape(3, 2, 2, -1)
     gradient, num_outside = weighted[0], num_tokens[1]
-    surrogate = torch.addcmul(gradient, path.bounds, size[1])
-    contributions = torch.stack([surrogate, gradient])  # as CONTRIBUTIONS
+    surrogate = gradient + path.bounds * size[1]
+    contributions = np_or_torch.concatenate([surrogate[None], gradient[None]])  # as CONTRIBUTIONS
     total = contributions.sum(1)
     shares = contributions[:, 0] / total
 
@@ -423,20 +428,22 @@ def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBou
     if config.target_kind == "ratio":
         value = contributions[chosen, 0] / (contributions[chosen, 1] + 1e-8)
     met = value >= config.positive_contribution_target
-    met[0].logical_or_(total[chosen, 0] == 0)  # nothing to balance: stay at the start
-    point = torch.where(met, path.first, path.last).argmax(0, keepdim=True)
+    stay = met[:1]
+    stay |= total[chosen, :1] == 0  # there is nothing to balance
+    point = np_or_torch.where(met, path.first, path.last).argmax(0, keepdims=True)
 
     num_a_side = num_tokens.sum(0)
-    positive_frac = num_a_side[:1] / num_a_side.sum(0, keepdim=True)
-    clip_fracs = num_outside / num_a_side.clamp(min=1)
-    along_path = torch.cat([path.bounds, shares, positive_frac, clip_fracs, met[None]])
-    # Indexing by tensor keeps the choice on the device.
-    upper, lower, *at_point, reached = along_path.index_select(1, point).view(-1).unbind()
+    positive_frac = num_a_side[:1] / num_a_side.sum(0, keepdims=True)
+    clip_fracs = num_outside / num_a_side.clip(min=1)
+    along_path = np_or_torch.concatenate([path.bounds, shares, positive_frac, clip_fracs, met[None]])
+    # Indexing by array keeps the choice on the device.
+    at_point = np_or_torch.concatenate([along_path[:, point].reshape(-1), share[:1]])
+    upper, lower, *at_point, reached, at_start = torch.as_tensor(at_point).unbind()
     return ClipBounds(
         lower=lower,
         upper=upper,
         positive_share=at_point[chosen],
-        initial_share=share[0],
+        initial_share=at_start,
         reached=reached.bool(),
         surrogate_share=at_point[0],
         gradient_share=at_point[1],
