@@ -96,7 +96,7 @@ class Walk:
         return torch.where(token_mask(responses), responses, END)
 
 
-TASKS = {"walk": Walk(10, 40, 0.35, 140), "hard": Walk(14, 48, 0.25, 140)}
+TASKS = {"walk": Walk(10, 40, 0.35, 140)}
 
 
 def split_prompts(task: Walk) -> tuple[torch.Tensor, torch.Tensor]:
