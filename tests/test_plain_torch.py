@@ -446,6 +446,21 @@ def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_sever
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
 
+def test_every_mean_with_an_error_that_the_study_reports_is_one_of_its_cells():
+    """Of one method's seeds, or of what they are above another's, at whatever rate; as docs/study.md, of three seeds."""
+    found = set()
+    cells = study.read_cells(FOLDER / "study.toml", "*")
+    for by_lr in study.summaries(cells, FOLDER / "results").values():
+        of_method = [runs for by_method in by_lr.values() for runs in by_method.values()]
+        groups = [[run["reward"] for run in runs.values()] for runs in of_method]
+        groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
+        found |= {study.mean_and_error(group) for group in groups}
+    text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
+    reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
+    assert len(reported) > 100
+    assert {f"{value} ({num or 3})" for value, num in reported} <= found
+
+
 def test_every_cell_of_the_study_is_a_run_that_the_example_takes():
     cells = study.read_cells(FOLDER / "study.toml", "*")
     assert len(cells) > 100
