@@ -162,7 +162,7 @@ class _Edges:
 
     lower: torch.Tensor  # [num_lower], ascending
     upper: torch.Tensor  # [num_upper], ascending
-    num_cells: int = 1  # a power of two, which any precision can hold
+    num_cells: int = 0  # of a table to find them by; 0: they are so few that each is compared
 
     @property
     def num_buckets(self) -> int:
@@ -172,13 +172,6 @@ class _Edges:
     def innermost(self) -> tuple[float, float]:
         """The bounds between which a ratio is inside at every point."""
         return self.lower[-1].item(), self.upper[0].item()
-
-    @functools.cached_property
-    def order(self) -> np.ndarray:
-        """A tally's columns among sums by position, with those of the negative tokens inside behind them."""
-        num_lower, num_upper = self.lower.numel(), self.upper.numel()
-        last = num_lower + num_upper + 1
-        return np.array([*range(num_lower, last), *range(num_lower), last])
 
     @functools.cached_property
     def _cells(self) -> tuple[np.ndarray, float, np.ndarray, int]:
@@ -193,11 +186,22 @@ class _Edges:
         """How many of the lower bounds are not above and of the upper ones below each ratio."""
         # Many times faster than a search, whose every step is a branch that random ratios send either way: a table
         # says how many edges lie in the cells of the line before the ratio's own, the rest is compared.
+        if not self.num_cells:
+            lower, upper = self.lower.tolist(), self.upper.tolist()
+            compared = [*(ratio >= bound for bound in lower), *(ratio > bound for bound in upper)]
+            return np.add.reduce(compared, dtype=np.intp)
         edges, scale, first, num_compared = self._cells
         position = first.take(_cell(ratio, scale, self.num_cells))
         for _ in range(num_compared):
             position += ratio > edges.take(position)
         return position
+
+
+@functools.cache
+def _columns(num_lower: int, num_upper: int) -> np.ndarray:
+    """A tally's columns among sums by position, with those of the negative tokens inside behind them."""
+    last = num_lower + num_upper + 1
+    return np.array([*range(num_lower, last), *range(num_lower), last])
 
 
 def _cell(ratio: np.ndarray, scale: float, num_cells: int) -> np.ndarray:
@@ -369,7 +373,7 @@ def _sums_of_block(edges: _Edges, ratio: torch.Tensor, advantages: torch.Tensor,
     r, size = ratio.double().numpy(force=True), weighted.numpy(force=True)
     is_positive, is_negative = size > 0, size < 0
     num_positive, num_negative = np.count_nonzero(is_positive), np.count_nonzero(is_negative)
-    lower, upper = edges.innermost
+    num_lower, num_upper, (lower, upper) = edges.lower.numel(), edges.upper.numel(), edges.innermost
     outside = np.flatnonzero(is_positive & (r > upper) | is_negative & (r < lower))
     sums = np.zeros((3, edges.num_buckets))  # by position, the tokens inside stay out; and one more
     if outside.size:
@@ -381,14 +385,14 @@ def _sums_of_block(edges: _Edges, ratio: torch.Tensor, advantages: torch.Tensor,
         num_positive -= outside.size - num_negative_outside
         size[outside] = 0
     for column, side, num in (
-        (edges.lower.numel(), np.maximum(size, 0), num_positive),
+        (num_lower, np.maximum(size, 0), num_positive),
         (-1, np.minimum(size, 0, out=size), num_negative),
     ):
         sums[:, column] = np.einsum("t,t", side, r), side.sum(), num  # a dot product would take threads of its own
     # Garbage under a mask of 0 has become a zero, or else a sum that is not finite.
     if not math.isfinite(sums.sum()):
         return _sums_of_all(ratio, advantages, mask, edges, 1)
-    return torch.from_numpy(np.abs(sums.take(edges.order, 1)))
+    return torch.from_numpy(np.abs(sums.take(_columns(num_lower, num_upper), 1)))
 
 
 @torch.no_grad()
