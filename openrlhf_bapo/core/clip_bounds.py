@@ -217,7 +217,10 @@ def _edges(config: ClipConfig, device: torch.device, dtype: torch.dtype) -> _Edg
     return _Edges(lower, upper, num_cells=4096)
 
 
-def _array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
+Array = torch.Tensor | np.ndarray
+
+
+def _array(tensor: torch.Tensor) -> Array:
     """On a CPU numpy's, whose operations on a few numbers take half as long."""
     return tensor.numpy(force=True) if tensor.device.type == "cpu" else tensor
 
@@ -226,16 +229,16 @@ def _array(tensor: torch.Tensor) -> torch.Tensor | np.ndarray:
 class _Path:
     """The points of a walk, as arrays of one device."""
 
-    bounds: torch.Tensor | np.ndarray
+    bounds: Array
     """[2, num_points], float64: the upper and the lower bound of each point."""
 
-    members: torch.Tensor | np.ndarray
+    members: torch.Tensor
     """[num_buckets, 2 * 2 * num_points], 1.0 where a bucket's tokens are (inside, outside) a point's (upper, lower)."""
 
-    first: torch.Tensor | np.ndarray
+    first: Array
     """[num_points], falling: the first of the points that meet the target has the highest."""
 
-    last: torch.Tensor | np.ndarray
+    last: Array
     """[num_points], below `first`: of the points that do not meet it the last has the highest."""
 
 
@@ -248,14 +251,15 @@ def _path(config: ClipConfig, device: torch.device) -> _Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> list[torch.Tensor | np.ndarray]:
+def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, Array, Array]:
     # Positive tokens with r <= upper[k] stand in buckets 0..k; negative ones with r >= lower[k] in buckets k+1 and on.
     positive = torch.arange(max(upper) + 2)[:, None] <= torch.tensor(upper)
     negative = torch.arange(max(lower) + 2)[:, None] > torch.tensor(lower)
     inside, outside = (torch.block_diag(*sides) for sides in ((positive, negative), (~positive, ~negative)))
     first = torch.arange(len(lower), 0, -1)
     last = torch.where(first == 1, 0, -1)
-    return [_array(x.to(device)) for x in (torch.cat([inside, outside], 1).double(), first, last)]
+    members = torch.cat([inside, outside], 1).to(device, torch.float64)
+    return members, _array(first.to(device)), _array(last.to(device))
 
 
 @dataclass(frozen=True)
@@ -388,7 +392,7 @@ def _sums_of_block(edges: _Edges, ratio: torch.Tensor, advantages: torch.Tensor,
         (num_lower, np.maximum(size, 0), num_positive),
         (-1, np.minimum(size, 0, out=size), num_negative),
     ):
-        sums[:, column] = np.einsum("t,t", side, r), side.sum(), num  # a dot product would take threads of its own
+        sums[:, column] = np.einsum("t,t", side, r), side.sum(), num  # a dot product has threads too, as in _solve
     # Garbage under a mask of 0 has become a zero, or else a sum that is not finite.
     if not math.isfinite(sums.sum()):
         return _sums_of_all(ratio, advantages, mask, edges, 1)
@@ -415,11 +419,12 @@ def measure_clip_bounds(
 
 @np.errstate(invalid="ignore")
 def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBounds:
-    sums = _array(tally.sums)
-    np_or_torch = torch if sums is tally.sums else np
     # Rows of the tally x (inside, outside) x (positive, negative) x points, in one operation: the tally is small, and
-    # what a search of few tokens takes is the number of its operations.
-    weighted, size, num_tokens = (sums @ path.members).reshape(3, 2, 2, -1)
+    # what a search of few tokens takes is the number of its operations. This one is torch's, because numpy's product
+    # has threads of its own, which go on waiting for work on the cores that torch's need.
+    sums = _array(tally.sums @ path.members)
+    np_or_torch = torch if isinstance(sums, torch.Tensor) else np
+    weighted, size, num_tokens = sums.reshape(3, 2, 2, -1)
     gradient, num_outside = weighted[0], num_tokens[1]
     surrogate = gradient + path.bounds * size[1]
     contributions = np_or_torch.concatenate([surrogate[None], gradient[None]])  # as CONTRIBUTIONS
