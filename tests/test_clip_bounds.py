@@ -259,6 +259,7 @@ def test_tallied_in_blocks_and_in_buckets_alone_the_sums_are_the_same(token_list
         ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
         mask[i] = data.draw(st.sampled_from([0.0, math.nan]))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip_bounds, "_FEW_TOKENS", 0)
         patch.setattr(clip_bounds, "_BLOCK_TOKENS", num_a_block)
         assert_same_sums(ratio, advantages, mask, config)
 

@@ -447,7 +447,7 @@ def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_sever
 
 
 def test_every_mean_with_an_error_that_the_study_reports_is_one_of_its_cells():
-    """Of one method's seeds, or of what they are above another's, at any rate; three seeds, or the number in brackets."""
+    """Of one method's seeds, or of what they are above another's, at any rate; of three, or the number in brackets."""
     found = set()
     cells = study.read_cells(FOLDER / "study.toml", "*")
     for by_lr in study.summaries(cells, FOLDER / "results").values():

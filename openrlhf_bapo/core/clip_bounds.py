@@ -32,8 +32,9 @@ MAX_GRID_STEPS = 1000
 # one bucket per side, and atomic additions to one address would otherwise queue up on a GPU.
 _LANES = 256
 
-# On a CPU they are added up in blocks that stay in its cache.
+# On a CPU they are added up in blocks that stay in its cache; few tokens are fastest in the fewest operations.
 _BLOCK_TOKENS = 32_768
+_FEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class _Path:
     bounds: Array
     """[2, num_points], float64: the upper and the lower bound of each point."""
 
-    members: torch.Tensor
+    members: Array
     """[num_buckets, 2 * 2 * num_points], 1.0 where a bucket's tokens are (inside, outside) a point's (upper, lower)."""
 
     first: Array
@@ -251,15 +252,14 @@ def _path(config: ClipConfig, device: torch.device) -> _Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, Array, Array]:
+def _members(lower: tuple[int, ...], upper: tuple[int, ...], device: torch.device) -> list[Array]:
     # Positive tokens with r <= upper[k] stand in buckets 0..k; negative ones with r >= lower[k] in buckets k+1 and on.
     positive = torch.arange(max(upper) + 2)[:, None] <= torch.tensor(upper)
     negative = torch.arange(max(lower) + 2)[:, None] > torch.tensor(lower)
     inside, outside = (torch.block_diag(*sides) for sides in ((positive, negative), (~positive, ~negative)))
     first = torch.arange(len(lower), 0, -1)
     last = torch.where(first == 1, 0, -1)
-    members = torch.cat([inside, outside], 1).to(device, torch.float64)
-    return members, _array(first.to(device)), _array(last.to(device))
+    return [_array(x.to(device)) for x in (torch.cat([inside, outside], 1).double(), first, last)]
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,8 @@ def _tally(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, ed
     tokens = ratio.flatten(), advantages.flatten(), mask.flatten()
     if ratio.device.type != "cpu":
         return ContributionTally(_sums_of_all(*tokens, edges, _LANES))
+    if ratio.numel() <= _FEW_TOKENS:
+        return ContributionTally(_sums_of_all(*tokens, edges, 1))
     if ratio.numel() <= _BLOCK_TOKENS:
         return ContributionTally(_sums_of_block(edges, *tokens))
     blocks = zip(*(x.split(_BLOCK_TOKENS) for x in tokens), strict=True)
@@ -419,12 +421,12 @@ def measure_clip_bounds(
 
 @np.errstate(invalid="ignore")
 def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBounds:
-    # Rows of the tally x (inside, outside) x (positive, negative) x points, in one operation: the tally is small, and
-    # what a search of few tokens takes is the number of its operations. This one is torch's, because numpy's product
-    # has threads of its own, which go on waiting for work on the cores that torch's need.
-    sums = _array(tally.sums @ path.members)
+    sums = _array(tally.sums)
     np_or_torch = torch if isinstance(sums, torch.Tensor) else np
-    weighted, size, num_tokens = sums.reshape(3, 2, 2, -1)
+    # Rows of the tally x (inside, outside) x (positive, negative) x points, in one operation: the tally is small, and
+    # what a search of few tokens takes is the number of its operations. Not by `@`, for which numpy has threads of its
+    # own, which go on waiting for work on the cores that torch's need.
+    weighted, size, num_tokens = np_or_torch.einsum("rb,bp->rp", sums, path.members).reshape(3, 2, 2, -1)
     gradient, num_outside = weighted[0], num_tokens[1]
     surrogate = gradient + path.bounds * size[1]
     contributions = np_or_torch.concatenate([surrogate[None], gradient[None]])  # as CONTRIBUTIONS
