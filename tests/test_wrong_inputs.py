@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pipeline
@@ -641,6 +642,34 @@ def test_whatever_openrlhf_can_read_passes(directory, name, content):
     rows = load_dataset(kind, data_files=str(directory / name), cache_dir=str(directory / "cache"))["train"]
     assert rows[0] == {"input": "1+2=", "label": "3"} or kind == "csv"
     assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
+
+
+def test_the_reward_file_is_loaded_once_beside_openrlhf_and_no_longer_than_its_checks(directory, monkeypatch):
+    """Its imports take as long as the rest of the start's."""
+    loads = directory / "loads"
+    (directory / "reward.py").write_text(
+        f"import os, time\nprint(os.getpid(), file=open({str(loads)!r}, 'a'), flush=True)\n"
+        "def reward_func(queries, prompts, labels, **kwargs): ...\n"
+    )
+    upstream = arguments.register
+
+    def register() -> None:  # comes before OpenRLHF's imports
+        while not loads.exists() or not loads.read_text().endswith("\n"):
+            time.sleep(0.01)
+        upstream()
+
+    monkeypatch.setattr(arguments, "register", register)
+    assert said_by(argv(directory, {})) == (None, [], [])
+    (process,) = loads.read_text().split()
+    assert not Path("/proc", process).exists()
+
+    loads.unlink()
+    with (directory / "reward.py").open("a") as file:
+        file.write("time.sleep(1000)\n")
+    code, errors, _ = said_by(argv(directory, {"actor.dual_clip": 0.5}))
+    assert code == 2 and "--actor.dual_clip" in errors[0]  # not waited for
+    (process,) = loads.read_text().split()
+    assert not Path("/proc", process).exists()
 
 
 def test_a_dry_run_needs_neither_data_nor_model_but_reads_those_that_are_there(directory):

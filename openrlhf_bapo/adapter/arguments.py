@@ -34,6 +34,7 @@ def run_upstream(
         depth: of our checks, as `checks.check` has it.
     """
     check_flags(argv)
+    early = checks.load_early(argv) if depth >= checks.FILES else []
     register()
     import ray
 
@@ -47,7 +48,7 @@ def run_upstream(
         parsed = upstream_parse_args(parser, *args, **kwargs)
         try:
             resolve_flags(parsed)
-            checks.check(parsed, _given(parser), depth)
+            checks.check(parsed, _given(parser), depth, early)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
         except (FlagError, ReplayPoolError) as error:
@@ -71,6 +72,8 @@ def run_upstream(
     finally:
         argparse.ArgumentParser.parse_args, sys.argv = upstream_parse_args, upstream_argv
         ray.is_initialized = upstream_is_initialized
+        for file in early:
+            file.end()
 
 
 def _given(parser: argparse.ArgumentParser) -> set[str]:

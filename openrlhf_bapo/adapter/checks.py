@@ -4,6 +4,7 @@ A mistake that is found here costs seconds; found by an engine it costs minutes,
 our own flags alone are checked first (`FLAGS`), then what they name (`FILES`), then this machine (`MACHINE`).
 """
 
+import argparse
 import contextlib
 import importlib.util
 import math
@@ -114,14 +115,17 @@ _PACKAGES = {
 }
 """What a flag needs that OpenRLHF's installation may lack."""
 
+_REWARDS = "a reward-function file (.py), or HTTP URLs, comma-separated"
 
-def check(args: Namespace, given: set[str], depth: int) -> None:
+
+def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFile] = ()) -> None:
     """Refuse what is wrong, and say in one line each on stderr what is probably not meant.
 
     Args:
         args: flat, names with dots; OpenRLHF's flags as it parsed them, ours as `resolve_flags` left them.
         given: the names of the flags on the command line.
         depth: `FLAGS`, `FILES` or `MACHINE`. Without the last, data and models may be missing.
+        early: what `load_early` has started.
 
     Raises:
         FlagError: at the first mistake.
@@ -135,7 +139,7 @@ def check(args: Namespace, given: set[str], depth: int) -> None:
     _check_replay(nested)
     if depth >= FILES:
         is_training = depth == MACHINE
-        loading = list(_start_loading(nested))  # they import what they need meanwhile
+        loading = list(_start_loading(nested.train.agent_func_path, nested.reward.remote_url, early))
         try:
             _check_rows(nested, is_training)
             _check_models(nested, is_training)
@@ -371,18 +375,33 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
         _refuse_first(clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
 
 
-def _start_loading(args: Namespace) -> Iterable[LoadedFile]:
+def load_early(argv: list[str]) -> list[LoadedFile]:
+    """Start to load the command's reward-function or agent file, whose imports then go on beside OpenRLHF's.
+
+    What is wrong with it is for `check` to say. Who calls must `end` it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--train.agent_func_path", dest="agent")
+    parser.add_argument("--reward.remote_url", dest="reward")
+    with contextlib.suppress(argparse.ArgumentError, FlagError):
+        named = parser.parse_known_args(argv)[0]
+        return list(_start_loading(named.agent, named.reward))
+    return []
+
+
+def _start_loading(agent: str | None, reward: str | None, early: Iterable[LoadedFile] = ()) -> Iterable[LoadedFile]:
     """The reward-function or agent file, if there is one; refuses what is neither a file nor URLs."""
-    if agent := args.train.agent_func_path:
+    if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
-        yield LoadedFile("--train.agent_func_path", agent, "AgentExecutor")
-    elif reward := args.reward.remote_url:
-        allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
-        if reward.endswith(".py") and "," not in reward:
-            check_python_file("--reward.remote_url", reward, allowed)
-            yield LoadedFile("--reward.remote_url", reward, "reward_func")
-        elif not all(is_url(one) for one in reward.split(",")):
-            raise FlagError(f"--reward.remote_url {reward}: allowed: {allowed}")
+        what = "--train.agent_func_path", agent, "AgentExecutor"
+    elif reward and reward.endswith(".py") and "," not in reward:
+        check_python_file("--reward.remote_url", reward, _REWARDS)
+        what = "--reward.remote_url", reward, "reward_func"
+    elif reward and not all(is_url(one) for one in reward.split(",")):
+        raise FlagError(f"--reward.remote_url {reward}: allowed: {_REWARDS}")
+    else:
+        return
+    yield next((file for file in early if file.what == what), None) or LoadedFile(*what)
 
 
 # The machine.

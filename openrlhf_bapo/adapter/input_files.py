@@ -302,7 +302,7 @@ class LoadedFile:
     """A Python file of the user's that loads in a process of its own, where it may hang or end its process."""
 
     def __init__(self, flag: str, file: str, name: str) -> None:
-        self._where, self._name = f"{flag} {file}", name
+        self.what = flag, file, name
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # a pipe would stay open with the file's children
         code = _LOAD.format(use=_USES[name], loaded=_LOADED)
         self._process = subprocess.Popen(
@@ -319,20 +319,23 @@ class LoadedFile:
         Raises:
             FlagError: if it cannot be, or takes too long.
         """
-        allowed = f"allowed: a file that defines {self._name}"
+        flag, file, name = self.what
+        where, allowed = f"{flag} {file}", f"allowed: a file that defines {name}"
         try:
             code = self._process.wait(LOAD_LIMIT)
         except subprocess.TimeoutExpired:
-            raise FlagError(f"{self._where}: is not loaded after {LOAD_LIMIT} s; {allowed}") from None
+            raise FlagError(f"{where}: is not loaded after {LOAD_LIMIT} s; {allowed}") from None
         if code == _LOADED:
             return
         self._errors.seek(0)
         said = [line.strip() for line in self._errors.read().split("\n") if line.strip()]
         reason = said[-1] if said else f"it exits with {code}"
-        raise FlagError(f"{self._where}: cannot be loaded ({reason}); {allowed}")
+        raise FlagError(f"{where}: cannot be loaded ({reason}); {allowed}")
 
     def end(self) -> None:
-        """End its processes, if any are left."""
+        """End its processes, if any are left; a second call does nothing."""
+        if self._errors.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
