@@ -44,7 +44,7 @@ step "compiling what is imported"
 # Every process of a run imports these; without bytecode each would compile them anew. Ray's helpers and vLLM's engine
 # import more of theirs.
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j 0 "$packages"/{ray,vllm} >>"$log" 2>&1
+env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j 0 "$packages"/{ray,vllm,aiohttp,opencensus,pydantic} >>"$log" 2>&1
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '
 from openrlhf_bapo import register
 register()
