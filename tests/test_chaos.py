@@ -3,6 +3,7 @@
 import copy
 import signal
 import subprocess
+import time
 
 import chaos
 import psutil
@@ -77,6 +78,8 @@ def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_pa
     terminal.write_text("step 1\nbye\n")
     run, left = subprocess.Popen(["true"]), psutil.Popen(["sleep", "600"])
     run.wait()
+    while not left.cmdline():  # for a moment after its start a process has none
+        time.sleep(0.01)
     chaos.Chaos.check_end(None, attempt, chaos.SIGTERM, run, terminal, {psutil.Process(left.pid)})
     code, said, *_, process = attempt.problems
     assert (code, process) == ("exit code 0", f"left: {left.pid} sleep 600")
