@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plants small faults into the modules, one at a time, and says which of them no test notices (tests/mutation.py).
+# Plants small faults into the modules, one at a time, and says which of them no test notices (tools/mutation.py).
 # Arguments: modules such as core/clip_bounds.py, default all of them; --survivors-of FILE for those of an earlier run.
 # Takes an hour or two. Works in a copy of the tree; a JSON line a mutant is added to RESULTS (runs/mutation.jsonl).
 set -euo pipefail
@@ -11,4 +11,4 @@ trap 'rm -rf "$copy"' EXIT
 git ls-files --cached --others --exclude-standard -z | xargs -0 cp --parents -t "$copy"
 # The copy comes before the installed package, and no bytecode of one mutant serves the next.
 export PYTHONPATH="$copy:$copy/tests" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-nice -n 10 .venv/bin/python "$copy/tests/mutation.py" --results "${RESULTS:-runs/mutation.jsonl}" "$@"
+nice -n 10 .venv/bin/python "$copy/tools/mutation.py" --results "${RESULTS:-runs/mutation.jsonl}" "$@"

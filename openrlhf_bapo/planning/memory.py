@@ -10,7 +10,7 @@ A GPU goes through phases, one after another; each is a list of terms that are i
 The run fits where the largest phase does. Sources: the model states, 2 + 2 + 12 bytes a parameter, are ZeRO's
 (Rajbhandari et al., arXiv 1910.02054, section 3.1), the way of counting activations that of Korthikanti et al. (arXiv
 2205.05198, section 4.1). The rest was read from OpenRLHF 0.11.2, DeepSpeed 0.19.6, transformers 5.15, flash-attn 2.8.3
-and vLLM 0.29; tests/test_memory_plan.py measures at tiny size what can be measured without a GPU. Two things are
+and vLLM 0.29; tests/unit/test_memory_plan.py measures at tiny size what can be measured without a GPU. Two things are
 estimates, and say so in their formula: what a process takes outside of torch's tensors (`PROCESS_BYTES`), and vLLM's
 workspace. Not counted: fragmentation of the allocator, ring attention's key-value buffers (well below 1 GiB), LoRA, and
 mixture of experts. Leave some GiB free.

@@ -44,7 +44,7 @@ def in_verl(tokens, programs, tmp_path_factory):
     """The run of verl's cases, and what its loss makes of the tokens: lower and upper bound, gradient [8, 12]."""
     directory = tmp_path_factory.mktemp("verl")
     torch.save(tokens, directory / "tokens.pt")
-    files = pipeline.REPOSITORY / "tests" / "verl_cases.py", directory / "tokens.pt", directory / "found.pt"
+    files = pipeline.SUPPORT / "verl_cases.py", directory / "tokens.pt", directory / "found.pt"
     run = subprocess.run([programs / "python", *files], capture_output=True, text=True, cwd=directory)
     return run, torch.load(directory / "found.pt")
 
@@ -150,7 +150,6 @@ def make_verls_data(directory) -> None:
     )
 
 
-@pytest.mark.pipeline
 def test_a_whole_run_of_verls_trainer_on_two_ranks_learns_between_bounds_that_it_finds(programs, tmp_path):
     make_verls_data(tmp_path)
     settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": tmp_path / "reward.py"}
@@ -160,7 +159,7 @@ def test_a_whole_run_of_verls_trainer_on_two_ranks_learns_between_bounds_that_it
     command = ["bash", str(pipeline.REPOSITORY / "examples" / "verl" / "train.sh")]
     environment = dict(
         PATH=f"{programs}:{os.environ['PATH']}",
-        PYTHONPATH=str(pipeline.REPOSITORY / "tests"),
+        PYTHONPATH=pipeline.python_path(pipeline.SUPPORT),
         VERL_USE_EXTERNAL_MODULES="verl_cpu",
         MODEL=str(tmp_path / "model"),
         TENSORBOARD_DIR=str(tmp_path / "tensorboard"),

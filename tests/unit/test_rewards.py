@@ -1,12 +1,9 @@
 """Rewards on their way into samples: OpenRLHF's three ways look alike, and what is no reward reaches no training."""
 
 import asyncio
-import json
 import re
-import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pipeline
 import pytest
@@ -135,58 +132,7 @@ def test_a_reward_function_that_hangs_ends_at_its_limit_and_holds_up_no_other(tm
 # ---- Reward servers ----
 
 
-class Server:
-    """A reward server on a port of its own, which can go away and come back; `answers` are given in turn, the last one
-    for ever: (status, body), or None to hang."""
-
-    def __init__(self, *answers) -> None:
-        self.answers, self.requests = list(answers), []
-        self.port = pipeline.free_port()
-        self.url = f"http://127.0.0.1:{self.port}/get_reward"
-        self.running = None
-
-    def start(self) -> "Server":
-        owner, over = self, threading.Event()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
-                if answer is None:
-                    over.wait(60)
-                    return
-                status, body = answer
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body.encode())))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-            def log_message(self, *_): ...
-
-        self.running, self.over = ThreadingHTTPServer(("127.0.0.1", self.port), Handler), over
-        threading.Thread(target=self.running.serve_forever, daemon=True).start()
-        return self
-
-    def stop(self) -> None:
-        self.over.set()
-        self.running.shutdown()
-        self.running.server_close()
-
-
 GOOD = 200, '{"rewards": [0.5], "extra_logs": {"seen": [1]}}'
-
-
-@pytest.fixture
-def serve():
-    servers = []
-
-    def make(*answers) -> Server:
-        servers.append(Server(*answers).start())
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.stop()
 
 
 def executor_of(*urls: str, **limits):
@@ -309,29 +255,3 @@ def test_pauses_grow_and_calls_under_way_at_once_count_as_one_failure():
             server.is_away(began, "away")
         pauses.append(round(server.away_until - time.monotonic(), 1))
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-
-
-# ---- Through the real pipeline ----
-
-
-@pytest.mark.pipeline
-def test_async_training_outlasts_a_restart_of_the_server_and_drops_a_group_that_got_nan(tmp_path, serve):
-    directory = pipeline.make_model(tmp_path)
-    answers = [(200, f'{{"rewards": [{n % 3}]}}') for n in range(64 * 5)]
-    server = serve(*answers[:20], (200, '{"rewards": [NaN]}'), *answers)
-    flags = dict(reward__remote_url=server.url, train__async_enable=True, data__max_samples=64)
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray"]
-    command += pipeline.flags(directory, policy_loss="bapo", **flags)
-    log = directory / "log"
-    with pipeline.running(command, log) as process:
-        pipeline.wait_until(lambda: len(server.requests) > 70, process, log)  # the second batch is under way
-        server.stop()
-        pipeline.wait_until(lambda: "reward server away" in log.read_text(), process, log)
-        server.start()
-        assert process.wait(400) == 0, log.read_text()[-3000:]
-    steps = pipeline.steps(log.read_text())
-    # 64 prompts make four batches of 16; one group is lost, and one more makes no whole micro-batch without it.
-    assert [step["rollout/num_samples"] for step in steps] == [64, 64, 64, 56]
-    counted = {name: sum(step.get(f"reward_fault/{name}", 0) for step in steps) for name in ("dropped", *KINDS)}
-    assert {name: count for name, count in counted.items() if count} == {"dropped": 2, "not_finite": 1}
-    assert sum(step.get("reward_fault/left_over", 0) for step in steps) == 1

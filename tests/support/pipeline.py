@@ -25,7 +25,10 @@ from pathlib import Path
 
 import torch
 
-REPOSITORY = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parent
+REPOSITORY = SUPPORT.parent.parent
+WARM_PYTHON = [sys.executable, str(SUPPORT / "warm_start.py")]
+"""In place of `python`, for commands that start Ray or engines: see there."""
 CHARACTERS = "0123456789+-= "
 EOS, PAD = 1, 0
 
@@ -225,7 +228,7 @@ def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, train
     """
     port = free_port()
     job = directory / f"job-{port}.pt"
-    module = Path(sys.modules[function.__module__].__file__).stem  # this one may run as __main__
+    module = Path(sys.modules[function.__module__].__file__)  # this one may run as __main__
     torch.save((module, function.__name__, argument), job)
     ranks = range(num_ranks)
     server = _actor_server(trainer)
@@ -239,9 +242,7 @@ def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, train
 def _actor_server(trainer: str) -> subprocess.Popen:
     """A process that has imported OpenRLHF, which takes seconds, and forks one for every rank of every job."""
     command = [sys.executable, __file__, trainer]
-    return subprocess.Popen(
-        command, cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _serve_actors(trainer: str) -> None:
@@ -270,7 +271,8 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         module, function, argument = torch.load(job, weights_only=False)
-        result = getattr(importlib.import_module(module), function)(rank, world_size, port, argument)
+        sys.path.append(str(module.parent))
+        result = getattr(importlib.import_module(module.stem), function)(rank, world_size, port, argument)
         torch.save(result, f"{job}.{rank}")
         code = 0
     except Exception:
@@ -278,6 +280,11 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders before what is there: a copy of the tree may be tested in place of this one."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:
@@ -394,7 +401,7 @@ def run_script(script: str, *flags: str, seconds: float = 900, **environment) ->
 def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
-    with running([sys.executable, *command, *argv], log, **env) as process:
+    with running([*WARM_PYTHON, *command, *argv], log, **env) as process:
         code = process.wait(600)
     output = log.read_text()
     assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"

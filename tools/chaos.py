@@ -26,8 +26,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pipeline
 import psutil
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+import pipeline  # noqa: E402
 
 BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
@@ -248,7 +250,10 @@ class Chaos:
         command = [".venv/bin/python", "-m", "openrlhf_bapo.cli.main", "train", *self.flags]
         command += ["--ckpt.load_enable"] if first else []
         script = 'set -euo pipefail; source scripts/follow.sh; follow "$@"'
-        environment = {"CHAOS_RECORD": str(self.record), "PYTHONPATH": str(Path(__file__).parent / "chaos_record")}
+        environment = {
+            "CHAOS_RECORD": str(self.record),
+            "PYTHONPATH": pipeline.python_path(Path(__file__).parent / "chaos_record"),
+        }
         before = len(self.records())
         with pipeline.running(["bash", "-c", script, "run", str(log), "1", *command], terminal, **environment) as run:
             processes: set[psutil.Process] = set()

@@ -26,7 +26,7 @@ from parso.python.tree import Keyword
 
 # The modules, and the tests that must notice what goes wrong in them, quick ones first.
 TESTS = {
-    "core/clip_bounds.py": ["test_clip_bounds.py"],
+    "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "adapter/flags.py": ["test_flags.py"],
@@ -36,7 +36,7 @@ TESTS = {
 }
 
 # Loads everything anew for OpenRLHF's own trainer.
-TOO_SLOW = "tests/test_update_scope.py::test_ppo_and_zero_width_bapo_are_openrlhfs_ppo_bit_for_bit"
+TOO_SLOW = "tests/unit/test_update_scope.py::test_ppo_and_zero_width_bapo_are_openrlhfs_ppo_bit_for_bit"
 
 FRAMEWORKS = "torch datasets deepspeed peft ray safetensors.torch transformers vllm".split()
 
@@ -176,7 +176,6 @@ class ForkedActors:
                 sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
                 for end in (*jobs, *answers):
                     os.close(end)
-                os.chdir(Path(pipeline.__file__).parent)
                 pipeline._serve_actors("ours")
                 os._exit(0)
             os.close(jobs[0])
@@ -205,7 +204,7 @@ def run_tests(tests: list[str], limit: float, log: Path) -> str:
             "--hypothesis-profile=mutation",
             *(f"-p{name}" for name in plugins),
         ]
-        code = pytest.main([*options, *(f"tests/{name}" for name in tests)], plugins=[ForkedActors()])
+        code = pytest.main([*options, *(f"tests/unit/{name}" for name in tests)], plugins=[ForkedActors()])
         os._exit(int(code))
     end = time.monotonic() + limit
     status = None
@@ -251,7 +250,7 @@ def main() -> None:
         rows = map(json.loads, args.survivors_of.read_text().splitlines())
         again = {(row["module"], row["change"]) for row in rows if row["outcome"] == "survived"}
     os.chdir(Path(__file__).parent.parent)
-    named = named_survivors(Path("tests/mutation_survivors.md"))
+    named = named_survivors(Path("tools/mutation_survivors.md"))
     load_frameworks()
     for module in args.modules or TESTS:
         path, log = Path("openrlhf_bapo", module), results.with_suffix(f".{Path(module).stem}.log")
@@ -275,7 +274,7 @@ def main() -> None:
         for row in survivors:
             is_equivalent = named.get((module, row["change"]))
             num_changing -= bool(is_equivalent)
-            note = "NOT NAMED in tests/mutation_survivors.md" if is_equivalent is None else "named"
+            note = "NOT NAMED in tools/mutation_survivors.md" if is_equivalent is None else "named"
             print(f"  openrlhf_bapo/{module}:{row['line']}: {row['change']}  [{note}]")
         print(f"{module}: {len(rows)} mutants, {num_changing} change behaviour, {num_killed} killed", flush=True)
 

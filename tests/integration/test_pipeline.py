@@ -6,14 +6,11 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pipeline
 import pytest
 import recordings
 import torch
-
-TESTS = Path(__file__).parent
 
 
 @pytest.fixture
@@ -21,14 +18,13 @@ def directory(tmp_path):
     return pipeline.make_model(tmp_path)
 
 
-@pytest.mark.pipeline
 def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
     # OpenRLHF's prompt order is not seeded, so all prompts are one and the same, and their responses scripted: every
     # order of the prompts makes the same rollouts.
     row = json.dumps({"input": "1+2=", "label": "", "datasource": "sums"}) + "\n"
     (directory / "train.jsonl").write_text(row * 12)
     flags = dict(
-        train__agent_func_path=TESTS / "scripted_agent.py",
+        train__agent_func_path=pipeline.SUPPORT / "scripted_agent.py",
         reward__remote_url=None,
         actor__adam__lr=1e-2,
         actor__entropy_coef=0,
@@ -37,7 +33,7 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
         train__max_epochs=2,
     )
     ours = pipeline.train(directory, pipeline.flags(directory, policy_loss="ppo", **flags), "ours")
-    upstream_command = (str(TESTS / "upstream_train.py"),)
+    upstream_command = (str(pipeline.SUPPORT / "upstream_train.py"),)
     upstream = pipeline.train(directory, pipeline.flags(directory, **flags), "upstream", upstream_command)
     assert "bapo=namespace(" in ours and "bapo=namespace(" not in upstream  # it really was OpenRLHF's own command
 
@@ -85,7 +81,6 @@ def test_the_port_at_which_ranks_are_to_meet_stays_theirs_until_they_do():
     assert ranks.get("rank") == b"0"
 
 
-@pytest.mark.pipeline
 def test_gspo_through_our_command_clips_sequences_and_learns_from_the_rewards_of_two_servers(tmp_path):
     directory = pipeline.make_model(tmp_path, num_prompts=128)
     with reward_server() as (first, given_first), reward_server() as (second, given_second):

@@ -176,12 +176,12 @@ def test_what_cannot_be_planned_is_one_line(tiny, capsys, given, changed, messag
 
 
 def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> list[dict[str, float]]:
-    """Run a recipe with tests/tiny_recipe.flags over it; the metrics of its global steps."""
+    """Run a recipe with tests/support/tiny_recipe.flags over it; the metrics of its global steps."""
     directory = tiny / name
     process = pipeline.run_script(
         f"train_bapo_{script}.sh",
         *flags,
-        OVERRIDES="tests/tiny_recipe.flags",
+        OVERRIDES="tests/support/tiny_recipe.flags",
         MODEL=tiny / "model",
         DATA=tiny / "train.jsonl",
         RUN=directory,
@@ -192,7 +192,6 @@ def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> 
     return pipeline.steps(log.read_text())
 
 
-@pytest.mark.pipeline
 def test_qwen32b_trains_on_two_ranks_evaluates_and_saves_what_transformers_loads(tiny):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,7 +235,6 @@ def test_qwen32b_trains_on_two_ranks_evaluates_and_saves_what_transformers_loads
     assert results["config"]["model"].startswith(str(saved))
 
 
-@pytest.mark.pipeline
 def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
     port = pipeline.free_port()
     server = ["bash", "scripts/serve_math_reward.sh", "--host", "127.0.0.1", "--port", str(port)]
@@ -247,7 +245,6 @@ def test_qwen7b_trains_on_rewards_of_the_math_server(tiny):
     assert metrics["graded_timeouts"] == metrics["graded_crashes"] == 0
 
 
-@pytest.mark.pipeline
 def test_partial_trains_on_resumed_responses_on_two_ranks_with_two_engines(tiny):
     two = ("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--data.max_samples", "32")
     steps = run_tiny("partial", tiny, "partial", *two, BUDGET=3, OVERSAMPLE=2, REWARD=tiny / "reward.py")
@@ -257,14 +254,12 @@ def test_partial_trains_on_resumed_responses_on_two_ranks_with_two_engines(tiny)
     assert max(step["offpolicy/staleness_max"] for step in steps) >= 1
 
 
-@pytest.mark.pipeline
 def test_octothinker3b_trains_on_rewards_of_the_math_file(tiny):
     (metrics,) = run_tiny("octothinker3b", tiny, "octothinker3b")
     assert metrics["rollout/num_samples"] == 32 and 0 <= metrics["rollout/reward_mean"] <= 1
     assert 0.8 <= metrics["bapo/clip_low"] <= 0.9 and metrics["bapo/clip_high"] <= 2.0
 
 
-@pytest.mark.pipeline
 def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_reward_server(tiny):
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
 
@@ -316,7 +311,7 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     assert "POST /get_reward" in (tiny / "serve_rm.log").read_text()
     assert len({step["rollout/reward_mean"] for step in steps}) >= 6  # a model's, real numbers
     # Fresh tokens are as old as the recipe's queue allows, replayed ones as --replay.max_staleness does; against whom
-    # their ratios are: tests/test_replay_pipeline.py.
+    # their ratios are: tests/integration/test_replay_pipeline.py.
     assert 0 < max(step["offpolicy/staleness_max"] for step in steps) <= 2
     assert steps[0]["replay/groups_sampled"] == 0 < max(step["replay/groups_sampled"] for step in steps)
 

@@ -26,7 +26,7 @@ from openrlhf_bapo.math_tasks import answers as math_answers
 from openrlhf_bapo.math_tasks.answers import extract_answer, is_correct, response_from_query
 from openrlhf_bapo.math_tasks.grader import Grade, MathGrader
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
 GOLDS = json.loads((DATA / "gold_answers.json").read_text())
 NEEDS_A_WORKER = "\\boxed{\\sqrt{8}}", "2\\sqrt{2}"

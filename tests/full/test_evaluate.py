@@ -98,7 +98,6 @@ def wait_for_end(part: str) -> None:
     raise AssertionError(f"still there: {left}")
 
 
-@pytest.mark.pipeline
 def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metrics_of_its_responses(directory, capsys):
     command = [sys.executable, "-m", "openrlhf_bapo.cli.evaluate"]
     # Only what the responses depend on must stay: the first part has one engine.

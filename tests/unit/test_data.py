@@ -26,7 +26,7 @@ from openrlhf_bapo.math_tasks.data import (
 )
 
 # Rows as they are published, chosen among all of them; problems and solutions cut short.
-EXCERPTS = Path(__file__).parent / "data"
+EXCERPTS = Path(__file__).parents[1] / "data"
 EXCERPTS_OF = {
     "aime24": ["rows_aime24.jsonl"],
     "amc23": ["rows_amc23.jsonl"],

@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import sys
 
 import pipeline
 import pytest
 import recordings
 import torch
-from test_partial_pipeline import NUM_PROMPTS, NUM_SAMPLES, directory, prompts_trained  # noqa: F401
+from partial import NUM_PROMPTS, NUM_SAMPLES, make_model, prompts_trained
 
 LAG, NUM_STEPS = 3, 6
 
@@ -58,14 +57,13 @@ def test_what_a_lag_cannot_go_with_is_refused_in_one_line(tmp_path, reward_file,
     assert exit_.value.code == 2 and re.search(message, line)
 
 
-@pytest.mark.pipeline
 def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_order_three_versions_later(
-    directory,  # noqa: F811
-    capsys,
+    tmp_path, capsys
 ):
+    directory = make_model(tmp_path)
     flags = lag_flags(directory, ckpt__save_steps=1, ckpt__max_num=2, bapo__dump_tokens=2)
     saved = directory / "ckpt/_partial/global_step2/pool.json"
-    log, command = directory / "killed.log", [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
+    log, command = directory / "killed.log", [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
         pipeline.wait_until(saved.exists, process, log)
         os.killpg(process.pid, signal.SIGKILL)

@@ -13,7 +13,6 @@ import pytest
 
 from openrlhf_bapo.cli.plot import read_scalars
 
-pytestmark = pytest.mark.pipeline
 BIN = Path(sys.executable).parent
 
 

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -404,7 +405,8 @@ def measured(tmp_path_factory):
     directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [sys.executable, __file__, str(directory)]
-    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"PYTHONPATH": pipeline.python_path(pipeline.SUPPORT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     return {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
 

@@ -4,7 +4,6 @@ import shutil
 from argparse import Namespace
 
 import pipeline
-import pytest
 import recordings
 import torch
 
@@ -13,7 +12,6 @@ from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
 QUICKER = {"TORCHDYNAMO_DISABLE": "1"}  # a step would wait for compilers, and here for nothing else
 
 
-@pytest.mark.pipeline
 def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
     directory = pipeline.make_model(tmp_path, num_prompts=64)
     flags = pipeline.flags(

@@ -1,6 +1,6 @@
 """--bapo.dump_tokens and `openrlhf-bapo tokens`: written is what was trained on, drawn is what was written.
 
-The real pipeline writes them in tests/test_lag.py.
+The real pipeline writes them in tests/integration/test_lag.py.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Reads what tests/recording/sitecustomize.py has kept of a run; log-probs anew from plain transformers."""
+"""Reads what tests/support/recording/sitecustomize.py has kept of a run; log-probs anew from plain transformers."""
 
 import collections
 from pathlib import Path
@@ -15,8 +15,8 @@ CLOSE, APART = 1e-4, 1e-2
 def environment(folder: Path, start: int = 0) -> dict[str, str]:
     """Variables for a run that keeps its recording in `folder`; `start`: what its broadcasts are counted from."""
     folder.mkdir()
-    recorder = Path(__file__).parent / "recording"
-    return {"RECORDING": str(folder), "RECORDING_START": str(start), "PYTHONPATH": str(recorder)}
+    path = pipeline.python_path(pipeline.SUPPORT / "recording")
+    return {"RECORDING": str(folder), "RECORDING_START": str(start), "PYTHONPATH": path}
 
 
 def trained_on(folder: Path, model: str = "actor") -> dict[str, torch.Tensor]:

@@ -588,7 +588,7 @@ WARNINGS = {
     "no EOS": (model(tokens_of_a_llama(eos_token=None)), "its tokenizer has no EOS token"),
     "more tokens than embeddings": (model(edit("config.json", vocab_size=9)), "has 17 tokens, its model 9"),
     "a reward beside an agent": (
-        lambda d, _: dict(train__agent_func_path=pipeline.REPOSITORY / "tests/scripted_agent.py"),
+        lambda d, _: dict(train__agent_func_path=pipeline.SUPPORT / "scripted_agent.py"),
         "reward.py does nothing with --train.agent_func_path",
     ),
 }

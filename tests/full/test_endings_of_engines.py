@@ -1,0 +1,106 @@
+"""The last lines of runs whose engines end or do not start, and of runs that are ended at their start or at once."""
+
+import os
+import re
+import signal
+import sys
+
+import endings
+import pipeline
+
+SLOW_REWARD = """
+import pathlib, time
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    pathlib.Path(__file__).with_name("asked").touch()
+    time.sleep(3600)
+"""
+
+ENDS_ITS_ENGINE = """
+import psutil, torch
+
+calls = 0
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls == 128:  # the second step's last: the next that meets the engine is the actor, with new weights
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith("VLLM"):
+                process.kill()
+    return {"rewards": torch.tensor([float(len(queries[0]) % 2)])}
+"""
+
+FAILS_IN_AN_ENGINE = """
+import sys
+
+if "vllm" in sys.modules:
+    raise OSError("no licence on this node")
+
+
+def reward_func(queries, prompts, labels, **kwargs): ...
+"""
+
+
+def test_an_async_runs_failing_reward_is_the_last_thing_said_and_the_first_step_is_saved(tmp_path):
+    endings.assert_a_failing_reward_is_said_and_the_first_step_is_saved(tmp_path, train__async_enable=True)
+
+
+def test_an_engine_that_does_not_start_ends_the_run(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(FAILS_IN_AN_ENGINE)
+    with endings.Run(directory) as run:
+        code, lines = run.end()
+    assert code == 1
+    said = r"the run has ended: a rollout engine \(RolloutRayActor.*\) did not start: OSError: no licence on this node"
+    assert re.search(said, lines[-3]), lines[-10:]
+
+
+def test_an_engine_that_is_killed_is_the_last_thing_said(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    with endings.Run(directory, ckpt__save_steps=1) as run:
+        run.wait_for("step    2")
+        (victim,) = run.processes("ray::RolloutRayActor")
+        victim.kill()
+        code, lines = run.end()
+    assert code == 1
+    died = rf"a rollout engine \(RolloutRayActor, pid {victim.pid}, ip [\d.]+\) died"
+    endings.assert_says(lines, directory, f"{died}; killed from outside")
+
+
+def test_an_engine_that_dies_before_the_weights_are_sent_is_the_last_thing_said(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(ENDS_ITS_ENGINE)
+    # A cold start, in which the engine's process is a child of its actor's.
+    with endings.Run(directory, python=[sys.executable], ckpt__save_steps=1) as run:
+        run.wait_for("step    1")
+        code, lines = run.end()
+    assert code == 1
+    endings.assert_says(lines, directory, r"a rollout engine \(vLLM's EngineCore\) died; killed from outside", step="1")
+    assert "gloo" in (directory / "train.log").read_text()  # all that the actor knows
+
+
+def test_a_signal_while_the_engines_start_ends_the_run_before_its_first_step(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    with endings.Run(directory) as run:
+        pipeline.wait_until(lambda: run.processes("ray::RolloutRayActor"), run.process, directory / "train.log")
+        os.kill(run.process.pid, signal.SIGTERM)
+        code, lines = run.end()
+    assert code == 143
+    assert "the run has ended: SIGTERM, before its first step" in lines[-3] and "nothing is saved" in lines[-2]
+
+
+def test_a_second_signal_ends_a_run_at_once(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(SLOW_REWARD)
+    with endings.Run(directory) as run:
+        pipeline.wait_until((directory / "asked").exists, run.process, directory / "train.log")
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.wait_for("SIGTERM: ends after this training step")
+        os.kill(run.process.pid, signal.SIGTERM)
+        code, lines = run.end(120)  # a reward takes an hour
+    assert code == 143
+    assert re.search("the run has ended: SIGTERM, SIGTERM, at once", lines[-3])
+    assert "nothing is saved" in lines[-2]

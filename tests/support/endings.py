@@ -1,0 +1,100 @@
+"""Runs that end before their time, as a person starts them, and what their terminals say."""
+
+import re
+import time
+from pathlib import Path
+
+import pipeline
+import psutil
+
+from openrlhf_bapo.cli.progress import describe_bar
+
+FAILING_REWARD = """
+import torch
+
+calls = 0
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls > 80:  # in the second step, of 64 responses each
+        raise ValueError("the verifier has gone")
+    return {"rewards": torch.tensor([float(len(queries[0]) % 2)])}
+"""
+
+
+class Run:
+    """A run as the recipes start it, ended with all its processes at the end of the test."""
+
+    def __init__(self, directory: Path, python=pipeline.WARM_PYTHON, **changes) -> None:
+        self.directory, self.terminal = directory, directory / "terminal"
+        changes = dict(data__max_samples=64, train__num_episodes=100, ckpt__path=directory / "ckpt") | changes
+        train = [*python, "-m", "openrlhf_bapo.cli.main", "train"]
+        train += pipeline.flags(directory, policy_loss="bapo", **changes)
+        script = 'set -euo pipefail; source scripts/follow.sh; follow "$@"'
+        self.command = ["bash", "-c", script, "run", str(directory / "train.log"), "1", *train]
+
+    def __enter__(self):
+        self._running = pipeline.running(self.command, self.terminal)
+        self.process = self._running.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._running.__exit__(*error)
+
+    def wait_for(self, text: str) -> None:
+        """Until the terminal shows it."""
+        log = self.directory / "train.log"
+        pipeline.wait_until(lambda: text in self.terminal.read_text(), self.process, log)
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Of the run, those whose title starts with `name`."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if is_left(child) and child.cmdline()[0].startswith(name)]
+
+    def end(self, seconds: float = 400) -> tuple[int, list[str]]:
+        """Exit code and what a person sees, when the run and all its processes have ended."""
+        processes = self.processes()
+        code = self.process.wait(seconds)
+        end = time.monotonic() + 60
+        while any(map(is_left, processes)):
+            assert time.monotonic() < end, [child for child in processes if is_left(child)]
+            time.sleep(0.2)
+        return code, self.terminal.read_text().splitlines()
+
+
+def is_left(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and bool(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_says(lines: list[str], directory: Path, cause: str, step: str = r"\d+") -> None:
+    ended, saved, log = lines[-3:]
+    assert re.search(f"openrlhf-bapo: the run has ended: {cause}", ended), lines[-10:]
+    assert re.search(rf"openrlhf-bapo: saved is {directory}/ckpt \(global_step{step}\); .*--ckpt.load_enable", saved)
+    assert log == f"openrlhf-bapo: the whole output is in {directory}/train.log"
+    assert not any("Traceback" in line for line in lines)
+
+
+def last_step(lines: list[str]) -> int:
+    return int(max(re.findall(r"\] step +(\d+)", "\n".join(lines)), key=int))
+
+
+def assert_a_failing_reward_is_said_and_the_first_step_is_saved(directory: Path, **mode) -> None:
+    """A reward function fails in the second step."""
+    pipeline.make_model(directory)
+    (directory / "reward.py").write_text(FAILING_REWARD)
+    with Run(directory, **mode) as run:
+        run.wait_for("step    1")
+        code, lines = run.end()
+    assert code == 1
+    where = rf"ValueError: the verifier has gone \({directory}/reward.py, line 11\)"
+    cause = f"--reward.remote_url {directory}/reward.py: {where}; 2 of a batch's 16 prompt groups have no reward"
+    assert_says(lines, directory, cause, step="1")
+    log = (directory / "train.log").read_text()
+    assert "Traceback" in log
+    bars = {bar for line in log.splitlines() if (bar := describe_bar(line))}
+    assert {"  generate samples: 16 of 16 prompts", "  train epoch [1/1]: 8 of 8 micro-batches of a rank"} <= bars

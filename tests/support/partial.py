@@ -1,0 +1,126 @@
+"""Runs under a token budget: their prompts and flags, and what became of each prompt and token."""
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pipeline
+import recordings
+import torch
+
+from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
+
+NUM_PROMPTS, NUM_SAMPLES = 96, 4
+
+
+def make_model(directory: Path) -> Path:
+    """A model as the harness makes it; no two prompts are alike, and their responses end late and far apart."""
+    pipeline.make_model(directory)
+    with open(directory / "train.jsonl", "w") as file:
+        for n in range(NUM_PROMPTS):
+            file.write(json.dumps({"input": f"{n // 10}+{n % 10}=", "label": "", "datasource": "sums"}) + "\n")
+    return directory
+
+
+def flags(directory, **overrides) -> list[str]:
+    """Six global steps of 16 groups of 4, two micro-batches an optimizer step, if no group is dropped."""
+    values = dict(
+        policy_loss="bapo",
+        data__max_samples=NUM_PROMPTS,
+        data__max_len=72,
+        rollout__max_new_tokens=64,
+        actor__adam__lr=3e-4,
+        train__micro_batch_size=16,
+        partial__token_budget=16,
+    )
+    return pipeline.flags(directory, **values | overrides)
+
+
+def prompts_trained(batch: dict[str, torch.Tensor]) -> Counter:
+    """How many samples of each prompt were trained on; a prompt as its tokens."""
+    starts = (batch["action_mask"] > 0).int().argmax(-1) + 1
+    tokens = zip(batch["sequences"], batch["attention_mask"], starts, strict=True)
+    return Counter(tuple(row[:start][mask[:start] > 0].tolist()) for row, mask, start in tokens)
+
+
+def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
+    mask = batch["action_mask"] > 0
+    return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
+
+
+def num_finished(batch: dict[str, torch.Tensor], max_tokens: int = 64) -> int:
+    """How many responses were ended where they were; the others end of themselves or at `max_tokens`."""
+    mask = batch["action_mask"] > 0
+    last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
+    assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
+    return int((batch["truncated"] > 0)[mask.sum(-1) < max_tokens].sum())
+
+
+def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
+    """The engine's log-probs are of the weights that generated the token, and of no neighbouring ones.
+
+    Args:
+        engines: whether the denominators of fresh tokens are to be the engine's too, or the actor's own.
+    """
+    mask = batch["action_mask"] > 0
+    assert torch.equal(batch["staleness"].long(), torch.where(mask, batch["version"][:, None] - batch["versions"], 0))
+    stale, fresh = batch["staleness"] > 0, mask & (batch["staleness"] == 0)
+    sampled = policies.log_probs(batch, batch["versions"], sampled=True)
+    assert (sampled - batch["rollout_log_probs"])[mask].abs().max() < recordings.CLOSE
+    assert (sampled - batch["denominators"])[stale].abs().max() < recordings.CLOSE
+    own = policies.log_probs(batch, batch["versions"], sampled=engines)
+    assert (own - batch["denominators"])[fresh].abs().max() < recordings.CLOSE
+    for shift in (-1, 1):
+        other = policies.log_probs(batch, batch["versions"] + shift, sampled=True)
+        assert (other - batch["rollout_log_probs"])[mask].abs().nanmedian() > recordings.APART
+
+
+ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
+# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished;
+# with responses so much longer than the budget some are not complete when 16 of the 32 are.
+LONG = dict(data__max_len=120, rollout__max_new_tokens=112, partial__token_budget=8)
+FINISH = dict(partial__max_staleness=1, partial__on_stale="finish", **LONG)
+
+
+def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
+    """Kill a run at a random step and resume it: every prompt is trained on once, and half-made responses go on.
+
+    Args:
+        directory: from `make_model`.
+        mode: `ASYNC` or `FINISH`.
+    """
+    argv = flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2, **mode)
+    killed_at = random.randint(1, 4)
+    saved = directory / f"ckpt/_partial/global_step{killed_at}/pool.json"
+    log, command = directory / "killed.log", [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray", *argv]
+    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
+        pipeline.wait_until(saved.exists, process, log)
+        os.killpg(process.pid, signal.SIGKILL)
+    version = int((directory / "ckpt/_actor/latest").read_text().strip().removeprefix("global_step"))
+    pool, _ = load_unfinished(pipeline.parse([*argv, "--ckpt.load_enable"]))
+    num_waiting = len(pool)
+    assert version >= killed_at and num_waiting > 0
+
+    recorder = recordings.environment(directory / "resumed", start=version - 1)
+    steps = pipeline.steps(pipeline.train(directory, [*argv, "--ckpt.load_enable"], "resumed", **recorder))
+    assert len(steps) == 6 - version
+    folders = [directory / "killed", directory / "resumed"]
+    before, after = (recordings.trained_on(folder) for folder in folders)
+    kept = before["version"] < version  # a step that no checkpoint holds is made again
+    counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    policies = recordings.Policies(directory / "model", *folders)
+    assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=mode is ASYNC)
+    assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
+    finished = [num_finished(batch, 112 if mode is FINISH else 64) for batch in (before, after)]
+    assert finished[1] == sum(step["partial/finished"] for step in steps)
+    # In the last rollout there is nothing that could end it early, so that the responses end of themselves.
+    assert (sum(finished) > 0) == (mode is FINISH)
+    if mode is FINISH:
+        assert max(step["offpolicy/staleness_max"] for step in steps) == 1
+    # What was begun before the kill was finished after it.
+    assert (after["versions"].masked_fill(after["action_mask"] == 0, 99) < version).any()
+    assert max(num_versions(after)) >= 2

@@ -1,0 +1,45 @@
+"""A reward server that can go away and come back."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pipeline
+
+
+class Server:
+    """A reward server on a port of its own, which can go away and come back; `answers` are given in turn, the last one
+    for ever: (status, body), or None to hang."""
+
+    def __init__(self, *answers) -> None:
+        self.answers, self.requests = list(answers), []
+        self.port = pipeline.free_port()
+        self.url = f"http://127.0.0.1:{self.port}/get_reward"
+        self.running = None
+
+    def start(self) -> "Server":
+        owner, over = self, threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
+                if answer is None:
+                    over.wait(60)
+                    return
+                status, body = answer
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body.encode())))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, *_): ...
+
+        self.running, self.over = ThreadingHTTPServer(("127.0.0.1", self.port), Handler), over
+        threading.Thread(target=self.running.serve_forever, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self.over.set()
+        self.running.shutdown()
+        self.running.server_close()

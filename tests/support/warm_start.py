@@ -1,0 +1,202 @@
+"""Starts a run's Python processes quickly: `python warm_start.py -m MODULE ...` does what `python -m MODULE ...` does.
+
+A run has a dozen Python processes: the command, Ray's services and actors, vLLM's engine. Five of them import torch,
+DeepSpeed and vLLM, which takes most of a short run's time. Here the command imports these first and then forks a
+*template*. For every further process, Ray and multiprocessing start `sys.executable`, which is now a small client: it
+hands its arguments, environment and open files to the template, and a fork of the template carries on as that process.
+OpenRLHF and this package are not in the template: each process imports them itself, in the order of a cold start.
+
+The processes have the arguments, environment, process group and signals that they have without this. Only their parent
+differs: it is the template. The template ends with the command. A fork ends when its client does.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import NoReturn
+
+MODULES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What several processes of a run import beside OpenRLHF and this package."""
+
+_CLIENT = """#!{python} -ISE
+import json, os, signal, socket, struct, sys
+
+files = [number for number in map(int, os.listdir("/proc/self/fd"))]
+files = [number for number in files if os.path.exists(f"/proc/self/fd/{{number}}") and os.get_inheritable(number)]
+blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+request = dict(argv=sys.argv[1:], environ=dict(os.environ), cwd=os.getcwd(), blocked=blocked, files=files)
+request = json.dumps(request | dict(session=os.getsid(0), group=os.getpgrp())).encode()
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+socket.send_fds(connection, [struct.pack("i", len(request))], files)
+connection.sendall(request)
+(process,) = struct.unpack("i", connection.recv(4))
+signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGTERM))
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the fork too
+answer = connection.recv(4)
+code = struct.unpack("i", answer)[0] if answer else 1
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+_MOST_FILES = 250  # a message over a Unix socket carries 253
+_PR_SET_PDEATHSIG = 1
+
+
+def start() -> None:
+    """Import what a run's processes share, fork the template, and let it start this run's further processes."""
+    import openrlhf_bapo.adapter  # noqa: F401  (its hooks come before the modules that they change, as in a cold start)
+
+    sys.modules["ray"] = None  # its library reads the environment of its process as it is loaded
+    for name in MODULES:
+        importlib.import_module(name)
+    del sys.modules["ray"]
+    folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    client = folder / "python"
+    client.write_text(_CLIENT.format(python=sys._base_executable, address=str(folder / "socket")))
+    client.chmod(stat.S_IRWXU)
+    sys.executable = str(client)
+    multiprocessing.set_executable(sys.executable)
+    parent = os.getpid()
+    if not os.fork():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            _serve(listener)
+        os._exit(1)
+    listener.close()
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork a process for every client. Tell the client how its process ended; end the process when the client ends."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the others
+    poll, waiting = select.poll(), {}  # by either file of a process: (process, file that ends with it, client)
+    poll.register(listener, select.POLLIN)
+    while True:
+        for file, _ in poll.poll():
+            if file == listener.fileno():
+                client, _ = listener.accept()
+                process = os.fork()
+                if not process:
+                    listener.close()
+                    _become(client)
+                client.sendall(struct.pack("i", process))
+                ended = os.pidfd_open(process)
+                waiting[ended] = waiting[client.fileno()] = process, ended, client
+                poll.register(ended, select.POLLIN)
+                poll.register(client, select.POLLRDHUP)
+            elif file in waiting:  # else its other file has just been answered
+                process, ended, client = waiting[file]
+                if file == client.fileno():
+                    os.kill(process, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                for number in (ended, client.fileno()):
+                    poll.unregister(number)
+                    del waiting[number]
+                with contextlib.suppress(OSError):  # the client may be gone
+                    client.sendall(struct.pack("i", code))
+                client.close()
+                os.close(ended)
+
+
+def _become(client: socket.socket) -> NoReturn:
+    """Carry on as the process that `client` was started as."""
+    code = 1
+    try:
+        message, files, *_ = socket.recv_fds(client, 4, _MOST_FILES)
+        (size,) = struct.unpack("i", message)
+        request = json.loads(client.recv(size, socket.MSG_WAITALL))
+        client.close()
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # out of the way of the numbers wanted
+        for file in files:
+            os.close(file)
+        for file, number in zip(high, request["files"], strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        for name in os.environ.keys() - request["environ"].keys():
+            del os.environ[name]
+        for name, value in request["environ"].items():
+            if os.environ.get(name) != value:  # Ray finds the process's title by the place of what has never changed
+                os.environ[name] = value
+        os.chdir(request["cwd"])
+        if request["session"] != os.getsid(0):
+            os.setsid()  # the client leads a session, which nobody can join
+        elif request["group"] != os.getpgrp():
+            os.setpgid(0, request["group"])
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # Python's own seeds itself after a fork
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)
+        _run(request["argv"])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(argv: list[str]) -> None:
+    """Run what `python` with these arguments would, in this process."""
+    importlib.reload(sys.modules["vllm.v1.executor.ray_utils"])  # the one module here that has wanted ray
+    while argv[0] not in ("-c", "-m") and argv[0].startswith("-"):
+        argv = argv[2 if argv[0] in ("-X", "-W") else 1 :]
+    kind, rest = argv[0], argv[1:]
+    if kind == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy._run_module_as_main(rest[0])
+        return
+    main = types.ModuleType("__main__")
+    if kind == "-c":
+        sys.argv, sys.path[0], code = ["-c", *rest[1:]], "", rest[0]
+    else:
+        sys.argv, sys.path[0], code = argv, str(Path(kind).absolute().parent), Path(kind).read_text()
+        main.__file__ = kind
+    sys.modules["__main__"] = main
+    exec(compile(code, getattr(main, "__file__", "<string>"), "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    from warm_start import start as start_template  # as a module of its own, which forks can look up
+
+    start_template()
+    _run(sys.argv[1:])

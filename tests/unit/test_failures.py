@@ -1,0 +1,100 @@
+"""The last lines of a run that ends before its time, made from what ended it; signals on their way to the command."""
+
+import errno
+import signal
+import subprocess
+
+import pipeline
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_bapo.adapter.failures import describe_failure
+from openrlhf_bapo.adapter.interrupts import Interrupted
+
+ENDING = """
+import sys, time, ray
+from openrlhf_bapo.adapter.interrupts import catch_signals
+from openrlhf_bapo.cli import train_ppo_ray
+
+signals = []
+catch_signals(signals, finishes_step=False)
+
+
+def shutdown():
+    print("up", flush=True)
+    time.sleep(600)
+
+
+ray.shutdown = shutdown  # stands for one that takes long
+folders = {"ckpt.path": "none", "ckpt.output_dir": "none", "logger.tensorboard_dir": None, "ckpt.save_steps": 1}
+train_ppo_ray._end(ValueError("the cause"), folders, signals)
+"""
+
+
+def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path):
+    command = [".venv/bin/python", "-c", ENDING]
+    with pipeline.running(command, tmp_path / "log") as process:
+        pipeline.wait_until(lambda: "up" in (tmp_path / "log").read_text(), process, tmp_path / "log")
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    assert "KeyboardInterrupt" not in (tmp_path / "log").read_text()
+
+
+def test_a_signal_to_the_script_reaches_the_command_whose_exit_code_it_keeps(tmp_path):
+    command = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True)"
+    script = f'set -euo pipefail; source scripts/follow.sh; follow {tmp_path}/log 1 "$@"; echo never'
+    run = ["bash", "-c", script, "run", ".venv/bin/python", "-c", f"{command}; time.sleep(600)"]
+    with open(tmp_path / "terminal", "w") as terminal:
+        process = subprocess.Popen(run, cwd=pipeline.REPOSITORY, stdout=terminal, stderr=terminal)
+    pipeline.wait_until(
+        lambda: (tmp_path / "log").exists() and "up" in (tmp_path / "log").read_text(), process, tmp_path
+    )
+    process.terminate()
+    assert process.wait(60) == 7
+    assert (tmp_path / "terminal").read_text().splitlines()[
+        -1
+    ] == f"openrlhf-bapo: the whole output is in {tmp_path}/log"
+
+
+def carried(error: BaseException) -> RayTaskError:
+    """As Ray carries it home through two processes."""
+    for place in ("ray::PPOTrainer.fit", "ray::PolicyModelActor.fit"):
+        error = RayTaskError(place, f"Traceback ...\n{type(error).__name__}", error).as_instanceof_cause()
+    return error
+
+
+ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir": None, "ckpt.save_steps": -1}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("episode"), "KeyError: 'episode'"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "ckpt/x"),
+            "a disk is full: [Errno 28] No space left on device",
+        ),
+        (RuntimeError("--reward.remote_url a.py: failed\nmore"), "--reward.remote_url a.py: failed"),
+        (FloatingPointError("policy_loss is nan"), "FloatingPointError: policy_loss is nan"),
+        (Interrupted("after step 3"), "after step 3"),
+        (ValueError("\n\n  first\nsecond"), "ValueError: first"),
+        (ValueError(), "ValueError"),
+        (ActorDiedError(), "a Ray actor, or its node's raylet, died; killed from outside"),
+        (EngineDeadError(), "a rollout engine (vLLM's EngineCore) died; killed from outside"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_a_cause_is_one_line_from_whichever_process_it_comes(tmp_path, monkeypatch, error, said):
+    monkeypatch.chdir(tmp_path)
+    for one in (error, carried(error)):
+        ended, saved = describe_failure(one, ARGS, [])
+        assert ended.startswith(f"the run has ended: {said}") and "\n" not in ended
+        assert saved.startswith("nothing is saved, the same command starts anew (--ckpt.save_steps -1: never")
+    assert describe_failure(error, ARGS, [15])[0].startswith(f"the run has ended: SIGTERM, {said}")
+
+
+def test_a_full_disk_is_named_whatever_the_exception_says(tmp_path):
+    args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": str(tmp_path)}  # where there is never room
+    ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
+    assert ended == "the run has ended: RuntimeError: iostream error; the disk of /proc is full (0 bytes free)"
