@@ -10,5 +10,5 @@ copy="$(mktemp -d)"
 trap 'rm -rf "$copy"' EXIT
 git ls-files --cached --others --exclude-standard -z | xargs -0 cp --parents -t "$copy"
 # The copy comes before the installed package, and no bytecode of one mutant serves the next.
-export PYTHONPATH="$copy:$copy/tests" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export PYTHONPATH="$copy:$copy/tests/support" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 nice -n 10 .venv/bin/python "$copy/tools/mutation.py" --results "${RESULTS:-runs/mutation.jsonl}" "$@"

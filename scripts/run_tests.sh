@@ -1,6 +1,17 @@
 #!/usr/bin/env bash
-# Sets up if needed and runs the tests; arguments go to pytest.
+# run_tests.sh [--all] [PYTEST ARGUMENTS]: sets up if needed and runs the tests, two at a time.
+# Without --all: tests/integration, tests/docs and tests/unit; with it also tests/full, which takes longer.
+# Folders, files or -k choose less: run_tests.sh tests/unit -k staleness
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-exec .venv/bin/python -m pytest -rs --durations=5 "$@"
+# Runs of the pipeline come first: the short tests then fill what is left of the time.
+folders=(tests/integration tests/docs tests/unit)
+if [ "${1:-}" = --all ]; then
+  shift
+  folders=(tests/full "${folders[@]}")
+fi
+for argument in "$@"; do
+  case $argument in tests/*) folders=() ;; esac
+done
+exec .venv/bin/python -m pytest -rs --durations=10 -n 2 --dist worksteal "${folders[@]}" "$@"

@@ -20,7 +20,7 @@ def directory(tmp_path):
 
 def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_token(directory):
     recorder = recordings.environment(directory / "recording")  # in float32, where equal logits stay equal
-    command = [*pipeline.WARM_PYTHON, __file__, str(directory)]
+    command = [pipeline.warm_python(), __file__, str(directory)]
     recorder["PYTHONPATH"] += os.pathsep + str(pipeline.SUPPORT)
     with pipeline.running(command, directory / "greedy.log", **recorder) as process:
         assert process.wait(300) == 0, (directory / "greedy.log").read_text()[-3000:]

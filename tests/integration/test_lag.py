@@ -63,7 +63,7 @@ def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_
     directory = make_model(tmp_path)
     flags = lag_flags(directory, ckpt__save_steps=1, ckpt__max_num=2, bapo__dump_tokens=2)
     saved = directory / "ckpt/_partial/global_step2/pool.json"
-    log, command = directory / "killed.log", [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
+    log, command = directory / "killed.log", [pipeline.warm_python(), *pipeline.TRAIN, *flags]
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
         pipeline.wait_until(saved.exists, process, log)
         os.killpg(process.pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
             "    return odd_digits(queries, prompts, labels, **kwargs)\n"
         )
     flags = replay.flags(directory, ckpt__save_steps=2, ckpt__max_num=2, bapo__smoothing=3)
-    command = [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray", *flags]
+    command = [pipeline.warm_python(), *pipeline.TRAIN, *flags]
     log = directory / "killed.log"
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
         pipeline.wait_until(lambda: "Global step 5" in log.read_text(), process, log)

@@ -10,7 +10,7 @@ def test_async_training_outlasts_a_restart_of_the_server_and_drops_a_group_that_
     answers = [(200, f'{{"rewards": [{n % 3}]}}') for n in range(64 * 5)]
     server = serve(*answers[:20], (200, '{"rewards": [NaN]}'), *answers)
     flags = dict(reward__remote_url=server.url, train__async_enable=True, data__max_samples=64)
-    command = [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray"]
+    command = [pipeline.warm_python(), *pipeline.TRAIN]
     command += pipeline.flags(directory, policy_loss="bapo", **flags)
     log = directory / "log"
     with pipeline.running(command, log) as process:

@@ -1,6 +1,7 @@
 """Runs that end before their time, as a person starts them, and what their terminals say."""
 
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -24,10 +25,14 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
+# The processes of the run descend from its command.
+WARM = [sys.executable, str(pipeline.SUPPORT / "warm_start.py")]
+
+
 class Run:
     """A run as the recipes start it, ended with all its processes at the end of the test."""
 
-    def __init__(self, directory: Path, python=pipeline.WARM_PYTHON, **changes) -> None:
+    def __init__(self, directory: Path, python=WARM, **changes) -> None:
         self.directory, self.terminal = directory, directory / "terminal"
         changes = dict(data__max_samples=64, train__num_episodes=100, ckpt__path=directory / "ckpt") | changes
         train = [*python, "-m", "openrlhf_bapo.cli.main", "train"]

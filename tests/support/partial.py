@@ -95,7 +95,7 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     argv = flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2, **mode)
     killed_at = random.randint(1, 4)
     saved = directory / f"ckpt/_partial/global_step{killed_at}/pool.json"
-    log, command = directory / "killed.log", [*pipeline.WARM_PYTHON, "-m", "openrlhf_bapo.cli.train_ppo_ray", *argv]
+    log, command = directory / "killed.log", [pipeline.warm_python(), *pipeline.TRAIN, *argv]
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
         pipeline.wait_until(saved.exists, process, log)
         os.killpg(process.pid, signal.SIGKILL)

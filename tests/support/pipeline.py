@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from argparse import Namespace
@@ -27,10 +28,20 @@ import torch
 
 SUPPORT = Path(__file__).parent
 REPOSITORY = SUPPORT.parent.parent
-WARM_PYTHON = [sys.executable, str(SUPPORT / "warm_start.py")]
-"""In place of `python`, for commands that start Ray or engines: see there."""
+TRAIN = ["-m", "openrlhf_bapo.cli.train_ppo_ray"]
 CHARACTERS = "0123456789+-= "
 EOS, PAD = 1, 0
+
+
+@functools.cache
+def warm_python() -> str:
+    """In place of `python` where torch, DeepSpeed or vLLM are imported: starts quickly (tests/support/warm_start.py)."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+    command = [sys.executable, SUPPORT / "warm_start.py", folder]
+    with open(folder / "log", "w") as log:
+        template = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    wait_until((folder / "python").exists, template, folder / "log")
+    return str(folder / "python")
 
 
 def make_model(directory: Path, num_prompts: int = 64) -> Path:
@@ -241,7 +252,7 @@ def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, train
 @functools.cache
 def _actor_server(trainer: str) -> subprocess.Popen:
     """A process that has imported OpenRLHF, which takes seconds, and forks one for every rank of every job."""
-    command = [sys.executable, __file__, trainer]
+    command = [warm_python(), __file__, trainer]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -357,7 +368,7 @@ def running(command: list[str], log: Path, **environment):
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=os.environ | environment,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             yield process
@@ -398,10 +409,10 @@ def run_script(script: str, *flags: str, seconds: float = 900, **environment) ->
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def train(directory: Path, argv: list[str], name: str, command=("-m", "openrlhf_bapo.cli.train_ppo_ray"), **env) -> str:
+def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> str:
     """Run a training command to its end; its output."""
     log = directory / f"{name}.log"
-    with running([*WARM_PYTHON, *command, *argv], log, **env) as process:
+    with running([warm_python(), *command, *argv], log, **env) as process:
         code = process.wait(600)
     output = log.read_text()
     assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"

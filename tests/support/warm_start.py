@@ -1,13 +1,15 @@
-"""Starts a run's Python processes quickly: `python warm_start.py -m MODULE ...` does what `python -m MODULE ...` does.
+"""Starts Python processes quickly that import torch, DeepSpeed and vLLM, which takes most of a short run's time.
 
-A run has a dozen Python processes: the command, Ray's services and actors, vLLM's engine. Five of them import torch,
-DeepSpeed and vLLM, which takes most of a short run's time. Here the command imports these first and then forks a
-*template*. For every further process, Ray and multiprocessing start `sys.executable`, which is now a small client: it
-hands its arguments, environment and open files to the template, and a fork of the template carries on as that process.
-OpenRLHF and this package are not in the template: each process imports them itself, in the order of a cold start.
+A *template* imports them once. A small client stands for `python`: it hands its arguments, environment and open files
+to the template, and a fork of the template carries on as that process, in the client's process group. The client ends
+with its fork, with the same exit code; the fork ends if the client does. In the fork, `sys.executable` is the client:
+so Ray and multiprocessing start all further processes of a run in the same way. OpenRLHF and this package are not in
+the template: each process imports them itself, in the order of a cold start.
 
-The processes have the arguments, environment, process group and signals that they have without this. Only their parent
-differs: it is the template. The template ends with the command. A fork ends when its client does.
+    python warm_start.py FOLDER            a template for the tests of a process; its client is FOLDER/python
+    python warm_start.py -m MODULE ...     does what `python -m MODULE ...` does, with a template of its own
+
+With the second, the processes of a run descend from its command, as in a cold start.
 """
 
 import atexit
@@ -68,30 +70,32 @@ _MOST_FILES = 250  # a message over a Unix socket carries 253
 _PR_SET_PDEATHSIG = 1
 
 
-def start() -> None:
-    """Import what a run's processes share, fork the template, and let it start this run's further processes."""
+def _import_libraries() -> None:
     import openrlhf_bapo.adapter  # noqa: F401  (its hooks come before the modules that they change, as in a cold start)
 
     sys.modules["ray"] = None  # its library reads the environment of its process as it is loaded
     for name in MODULES:
         importlib.import_module(name)
     del sys.modules["ray"]
-    folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+
+
+def _make_client(folder: Path) -> socket.socket:
+    """The socket for the clients of this process, whose `python` is one from now on."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
-    client = folder / "python"
+    client = folder / "python.new"
     client.write_text(_CLIENT.format(python=sys._base_executable, address=str(folder / "socket")))
     client.chmod(stat.S_IRWXU)
-    sys.executable = str(client)
+    sys.executable = str(client.rename(folder / "python"))
     multiprocessing.set_executable(sys.executable)
-    parent = os.getpid()
-    if not os.fork():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            _serve(listener)
+    return listener
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(1)
-    listener.close()
 
 
 def _serve(listener: socket.socket) -> None:
@@ -155,6 +159,7 @@ def _become(client: socket.socket) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        _use_python_path(request["environ"].get("PYTHONPATH", ""))
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's own seeds itself after a fork
         for stream in (sys.stdout, sys.stderr):
@@ -173,6 +178,15 @@ def _become(client: socket.socket) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _use_python_path(value: str) -> None:
+    """Do with PYTHONPATH what Python does at its start."""
+    folders = [folder for folder in value.split(os.pathsep) if folder and folder not in sys.path]
+    sys.path[1:1] = folders
+    if any(Path(folder, "sitecustomize.py").exists() for folder in folders):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _run(argv: list[str]) -> None:
@@ -195,8 +209,21 @@ def _run(argv: list[str]) -> None:
     exec(compile(code, getattr(main, "__file__", "<string>"), "exec"), vars(main))
 
 
-if __name__ == "__main__":
-    from warm_start import start as start_template  # as a module of its own, which forks can look up
+def _main(argv: list[str]) -> None:
+    parent = os.getppid()
+    _import_libraries()
+    if not argv[0].startswith("-") and Path(argv[0]).is_dir():
+        _end_with(parent)
+        _serve(_make_client(Path(argv[0])))
+    parent, listener = os.getpid(), _make_client(Path(tempfile.mkdtemp(prefix="warm-start-")))
+    if not os.fork():
+        _end_with(parent)
+        _serve(listener)
+    listener.close()
+    _run(argv)
 
-    start_template()
-    _run(sys.argv[1:])
+
+if __name__ == "__main__":
+    from warm_start import _main as main  # from a module that is not replaced by what a fork runs
+
+    main(sys.argv[1:])

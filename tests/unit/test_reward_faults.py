@@ -1,6 +1,7 @@
 """Prompt groups without a reward: dropped, counted, replaced, and too many of them end the run.
 
-With the samples generators of tests/unit/test_partial_samples.py: ours, OpenRLHF's executor, a reward file, a data loader.
+With the samples generators of tests/unit/test_partial_samples.py: ours, OpenRLHF's executor, a reward file, a data
+loader.
 """
 
 from collections import Counter
