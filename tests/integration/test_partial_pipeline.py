@@ -16,7 +16,7 @@ def directory(tmp_path):
 
 def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
     recorder = recordings.environment(directory / "recording")
-    flags = partial.flags(directory, partial__oversample=3, partial__token_budget=8)
+    flags = partial.flags(directory, partial__oversample=3)
     steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
     assert len(steps) == 6
     batch = recordings.trained_on(directory / "recording")

@@ -13,7 +13,7 @@ import torch
 
 from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
 
-NUM_PROMPTS, NUM_SAMPLES = 96, 4
+NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 96, 4, 112
 
 
 def make_model(directory: Path) -> Path:
@@ -26,15 +26,19 @@ def make_model(directory: Path) -> Path:
 
 
 def flags(directory, **overrides) -> list[str]:
-    """Six global steps of 16 groups of 4, two micro-batches an optimizer step, if no group is dropped."""
+    """Six global steps of 16 groups of 4, two micro-batches per optimizer step, if no group is dropped.
+
+    A response may take fourteen budgets. So when a rollout has its 16 complete groups, others are far from complete,
+    however late their engine learns that it is to stop: nothing grows by more than one budget until then.
+    """
     values = dict(
         policy_loss="bapo",
         data__max_samples=NUM_PROMPTS,
-        data__max_len=72,
-        rollout__max_new_tokens=64,
+        data__max_len=120,
+        rollout__max_new_tokens=MAX_TOKENS,
         actor__adam__lr=3e-4,
         train__micro_batch_size=16,
-        partial__token_budget=16,
+        partial__token_budget=8,
     )
     return pipeline.flags(directory, **values | overrides)
 
@@ -51,12 +55,12 @@ def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
     return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
 
 
-def num_finished(batch: dict[str, torch.Tensor], max_tokens: int = 64) -> int:
-    """How many responses were ended where they were; the others end of themselves or at `max_tokens`."""
+def num_finished(batch: dict[str, torch.Tensor]) -> int:
+    """How many responses were ended where they were; the others end by themselves or at MAX_TOKENS."""
     mask = batch["action_mask"] > 0
     last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
     assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
-    return int((batch["truncated"] > 0)[mask.sum(-1) < max_tokens].sum())
+    return int((batch["truncated"] > 0)[mask.sum(-1) < MAX_TOKENS].sum())
 
 
 def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
@@ -79,10 +83,8 @@ def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines:
 
 
 ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
-# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished;
-# with responses so much longer than the budget some are not complete when 16 of the 32 are.
-LONG = dict(data__max_len=120, rollout__max_new_tokens=112, partial__token_budget=8)
-FINISH = dict(partial__max_staleness=1, partial__on_stale="finish", **LONG)
+# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished.
+FINISH = dict(partial__max_staleness=1, partial__on_stale="finish")
 
 
 def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
@@ -115,7 +117,7 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     policies = recordings.Policies(directory / "model", *folders)
     assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=mode is ASYNC)
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
-    finished = [num_finished(batch, 112 if mode is FINISH else 64) for batch in (before, after)]
+    finished = [num_finished(batch) for batch in (before, after)]
     assert finished[1] == sum(step["partial/finished"] for step in steps)
     # In the last rollout there is nothing that could end it early, so that the responses end of themselves.
     assert (sum(finished) > 0) == (mode is FINISH)
