@@ -84,7 +84,13 @@ def assert_says(lines: list[str], directory: Path, cause: str, step: str = r"\d+
     assert not any("Traceback" in line for line in lines)
 
 
+def step_said(lines: list[str]) -> int:
+    """The step after which the run says that a signal has ended it."""
+    return int(re.search(r", after step (\d+)", lines[-3])[1])
+
+
 def last_step(lines: list[str]) -> int:
+    """The last step shown. The run may have ended before Ray forwarded the line of one step more."""
     return int(max(re.findall(r"\] step +(\d+)", "\n".join(lines)), key=int))
 
 

@@ -35,7 +35,7 @@ EOS, PAD = 1, 0
 
 @functools.cache
 def warm_python() -> str:
-    """In place of `python` where torch, DeepSpeed or vLLM are imported: starts quickly (tests/support/warm_start.py)."""
+    """In place of `python`, where torch, DeepSpeed or vLLM are imported: tests/support/warm_start.py."""
     folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
     command = [sys.executable, SUPPORT / "warm_start.py", folder]
     with open(folder / "log", "w") as log:

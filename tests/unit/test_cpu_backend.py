@@ -8,7 +8,6 @@ import sys
 import pipeline
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import is_flash_attn_2_available
@@ -38,28 +37,28 @@ def test_libraries_still_hear_that_flash_attn_is_not_there():
     assert not is_flash_attn_2_available()
 
 
-def fill_under_zero3(rank: int, port: int, results) -> None:
+def fill_under_zero3(rank: int, num_ranks: int, port: int, _) -> list[bool]:
     import deepspeed
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     deepspeed.init_distributed("gloo")
     with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(1024, 1024)
+    are_whole = []
     for value in range(40):
         with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
             for parameter in layer.parameters():
                 parameter.data.fill_(value)
         with deepspeed.zero.GatheredParameters(list(layer.parameters())):
-            results[rank, value] = all(bool((parameter == value).all()) for parameter in layer.parameters())
+            are_whole.append(all(bool((parameter == value).all()) for parameter in layer.parameters()))
     torch.distributed.destroy_process_group()
+    return are_whole
 
 
 @without_cuda
-def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_read():
-    results = multiprocessing.Manager().dict()
-    multiprocessing.spawn(fill_under_zero3, (pipeline.free_port(), results), nprocs=2, daemon=True)
-    assert len(results) == 80 and all(results.values())
+def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_read(tmp_path):
+    assert pipeline.run_in_ranks(tmp_path, fill_under_zero3, 2) == [[True] * 40] * 2
 
 
 @without_cuda

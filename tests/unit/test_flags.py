@@ -403,7 +403,7 @@ def test_under_a_token_budget_tokens_know_their_versions_whatever_the_loss(tmp_p
 
 def test_help_shows_openrlhfs_flags_and_ours():
     run = subprocess.run(
-        [sys.executable, "-m", "openrlhf_bapo.cli.train_ppo_ray", "--help"],
+        [pipeline.warm_python(), *pipeline.TRAIN, "--help"],
         capture_output=True,
         text=True,
         timeout=240,

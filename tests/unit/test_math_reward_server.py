@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from pipeline import REPOSITORY, free_port, running
-from test_math_answers import session_processes, wait_until_none_is_left
+from test_math_answers import group_processes, wait_until_none_is_left
 
 from openrlhf_bapo.adapter import math_reward
 from openrlhf_bapo.cli import serve_math_reward
@@ -187,9 +187,9 @@ def ask_in_the_background(port: int, answers: list) -> threading.Thread:
     return thread
 
 
-def wait_until_a_worker_computes(session: int) -> None:
+def wait_until_a_worker_computes(group: int) -> None:
     deadline = time.monotonic() + 100
-    while len(session_processes(session)) < 3:  # the server, a worker, and its child
+    while len(group_processes(group)) < 3:  # the server, a worker, and its child
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -211,7 +211,7 @@ def test_nothing_is_left_of_a_server_that_ends_at_work(tmp_path, how):
 
 def test_one_worker_serves_an_ordinary_answer_while_four_hostile_ones_wait(tmp_path):
     log, port = tmp_path / "log", free_port()
-    with running([*COMMAND, "--port", str(port), "--workers", "1", "--time_limit", "20"], log) as process:
+    with running([*COMMAND, "--port", str(port), "--workers", "1", "--time_limit", "10"], log) as process:
         wait_until_it_listens(process, log)
         answers = []
         ask_in_the_background(port, answers)

@@ -404,7 +404,7 @@ def measured(tmp_path_factory):
     """By world size, what `_measure` writes of rank 0."""
     directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
     model_of(SHARDED).save_pretrained(directory / "model")
-    command = [sys.executable, __file__, str(directory)]
+    command = [pipeline.warm_python(), __file__, str(directory)]
     environment = os.environ | {"PYTHONPATH": pipeline.python_path(pipeline.SUPPORT)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]

@@ -335,10 +335,12 @@ def small_study(monkeypatch, tmp_path):
 
 
 def run_study(*words: str):
+    # It gives way to all others of its session, which may keep the cores busy.
     command = [sys.executable, str(FOLDER / "study.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, start_new_session=True)
 
 
+@pytest.mark.timeout(1200)
 def test_a_study_runs_each_cell_once_and_goes_on_where_it_was_broken_off(small_study):
     flags, results = small_study
     names = [f"walk-lag0-updates1-lr{lr}-ppo-seed3.csv" for lr in ("0.0001", "0.0002")]
@@ -357,6 +359,7 @@ def test_a_study_runs_each_cell_once_and_goes_on_where_it_was_broken_off(small_s
     assert run_study("run", *flags).stdout == "0 of 2 cells to run\n"
 
 
+@pytest.mark.timeout(1200)
 def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
     flags, results = small_study
     study_file = results.parent / "study.toml"
@@ -367,17 +370,23 @@ def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
     assert [file.name for file in results.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
 
 
-def test_a_study_that_is_terminated_leaves_no_process(small_study):
+def test_a_study_that_is_terminated_leaves_no_process_and_no_result(small_study):
     flags, results = small_study
+    study_file = results.parent / "study.toml"
+    study_file.write_text(study_file.read_text().replace("rollouts = 1,", "rollouts = 1000000,"))
     words = [sys.executable, str(FOLDER / "study.py"), "run", *flags]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(words, **pipes, start_new_session=True) as run:
         assert run.stdout.readline() == "2 of 2 cells to run\n"
         while not processes_with(f"--out {results}"):
             time.sleep(0.05)
         run.terminate()
         assert run.wait(60) == 1
-    assert not processes_with(f"--out {results}")
-    assert list(results.iterdir()) == []
+    end = time.monotonic() + 60
+    while left := processes_with(f"--out {results}"):  # for a moment after its end a process is still listed
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    assert not list(results.glob("*.csv"))
 
 
 def processes_with(words: str) -> list[str]:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -721,7 +720,7 @@ def test_an_evaluation_says_the_same_of_its_model(directory, monkeypatch, capsys
     ids=["a flag", "a file", "OpenRLHF's refusal"],
 )
 def test_the_command_itself_ends_with_that_line_and_code_2(directory, command, changes, said):
-    program = [sys.executable, "-m", "openrlhf_bapo.cli.main", command, *argv(directory, changes)]
+    program = [pipeline.warm_python(), "-m", "openrlhf_bapo.cli.main", command, *argv(directory, changes)]
     environment = os.environ | {"RAY_TMPDIR": str(directory)}
     run = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=directory, env=environment)
     assert run.returncode == 2
