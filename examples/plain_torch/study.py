@@ -84,9 +84,10 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
     total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
     running: dict[str, tuple[subprocess.Popen, float]] = {}  # and when each began
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # through `finally`, as Ctrl-C
+    stopped: list[int] = []  # an exception could come between a process's start and its place in `running`
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
-        while waiting or running:
+        while (waiting or running) and not stopped:
             # Two runs that share a start policy must not both make it.
             busy = {start_of(cells[name]) for name in running}
             ready = [name for name in waiting if start_of(cells[name]).exists() or start_of(cells[name]) not in busy]
@@ -112,6 +113,8 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
         for process, _ in running.values():
             process.kill()
             process.wait()
+    if stopped:
+        sys.exit("stopped")
     return failed
 
 
