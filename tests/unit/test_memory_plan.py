@@ -328,6 +328,104 @@ def test_an_engine_that_does_not_sleep_takes_its_share_from_training():
     assert awake["generation"] == asleep["generation"]
 
 
+# One has more elements than ZeRO-3 gathers, reduces and steps over at once; the other has fewer, and its largest weight
+# is smaller than the bucket.
+LARGE = replace(SHAPE_32B, num_layers=6)
+SMALL = replace(SHAPE_32B, num_layers=1, hidden_size=512, intermediate_size=1024)
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_phase_of_training_has_all_its_terms(shape, stage, offloads, overlaps):
+    setup = plan.TrainingSetup(
+        num_gpus=4,
+        micro_batch_tokens=1000,
+        forward_tokens=3000,
+        zero_stage=stage,
+        adam_offload=offloads,
+        overlap_comm=overlaps,
+        zpg=2,
+        has_reference=True,
+        enable_ema=True,
+    )
+    n, largest, vocabulary = shape.num_parameters, shape.largest_parameter, shape.vocab_size
+    shared, quarter = stage == 3, -(-n // 4)
+    weights = 2 * (quarter if shared else n) + shared * 2 * -(-n // 2)  # with ZeRO++'s copy
+    frozen = 2 * quarter if shared else 2 * 2 * n  # the reference, and below ZeRO-3 the EMA copy
+    bucket = 2 * (2 if overlaps and stage < 3 else 1) * 500_000_000 * (stage > 0)
+    states = 12 * (n if stage == 0 else quarter)
+    gradients = {0: 2 * n, 1: 2 * n}.get(stage, 2 * quarter)
+    if offloads:
+        states, gradients = 2 * largest * (stage < 3), gradients * (stage < 2)
+    gathered = 2 * min(n, 10**9 + largest) * shared
+    in_flight = 2 * max(largest, min(n, 500_000_000)) * (stage >= 2)
+    saved = 1000 * (plan.saved_bytes_per_token(shape, False) + plan.outer_bytes_per_token(shape))
+    layer = 1000 * plan.backward_bytes_per_token(shape, False)
+    in_step = 0 if offloads else 6 * (n if stage == 0 else min(quarter, 10**9) if shared else quarter)
+    in_step += states + (2 * (n if stage == 0 else quarter) if stage < 2 else gradients)
+    idle = weights + frozen + states + (gradients + bucket) * shared
+    forward = 3000 * max(6 * vocabulary, plan.forward_bytes_per_token(shape))
+    processes = 2 * GIB
+    resident = weights + frozen + gradients + states + bucket + gathered + in_flight + saved + processes
+    assert {phase.name: phase.total for phase in plan.training_phases(shape, setup)} == {
+        "log-probs": idle + gathered + forward + processes,
+        "backward through the logits": resident + 1000 * 10 * vocabulary,
+        "backward through a layer": resident + 1000 * 4 * vocabulary + layer,
+        "optimizer step": weights + frozen + in_step + bucket * shared + 1000 * 4 * vocabulary + processes,
+    }
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.1])
+def test_a_temperature_or_an_entropy_in_the_loss_is_one_more_gradient_of_fused_logits(temperature, entropy_coef):
+    found = plan.logits_bytes(replace(SETUP_32B, temperature=temperature, entropy_coef=entropy_coef))
+    assert found == plan.LogitsBytes(6, 12 if temperature == 0.7 or entropy_coef == 0.1 else 10, 4)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_gets_new_weights(sleeps, enforce_eager):
+    setup = replace(SETUP_32B, has_reference=True)
+    engine = replace(ENGINE_32B, enable_sleep=sleeps, enforce_eager=enforce_eager)
+    weights = 2 * SHAPE_32B.num_parameters // 4
+    workspace = 2048 * plan.forward_bytes_per_token(SHAPE_32B, 4) + 128 * SHAPE_32B.vocab_size * 16
+    process, share = (1 if enforce_eager else 2) * GIB, 64 * GIB  # 0.8 of 80
+    cache = plan.kv_cache(SHAPE_32B, engine, 80 * GIB)
+    assert cache.budget == share - weights - workspace - process
+    idle = sum(term.bytes for term in plan.idle_terms(SHAPE_32B, setup)) + 2 * GIB
+    phases = {p.name: p.total for p in plan.colocated_phases(SHAPE_32B, setup, engine, 80 * GIB)}
+    assert phases["generation"] == share + idle
+    copies = 4 * SHAPE_32B.largest_parameter
+    assert phases["weight sync"] == idle + copies + (weights + process if sleeps else share)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offloads, sleeps", [(True, False), (False, True), (False, False)])
+def test_the_host_has_what_was_taken_from_the_gpu(stage, offloads, sleeps):
+    setup = replace(SETUP_32B, zero_stage=stage, adam_offload=offloads, enable_sleep=sleeps, enable_ema=True)
+    setup = replace(setup, has_reference=True, reference_offload=True, grad_accum_bytes=4)
+    shard = SHAPE_32B.num_parameters // 64
+    expected = {"sleeping vLLM weights": 2 * SHAPE_32B.num_parameters // 4}
+    if offloads:
+        expected["optimizer states and gradients"] = (12 + (4 if stage == 3 else 6)) * shard
+    elif sleeps:
+        expected["sleeping optimizer states"] = (12 + (4 if stage == 3 else 0)) * shard
+    if stage == 3:
+        expected |= {"EMA copy": 2 * shard, "reference model": 2 * shard}
+    found = {term.name: term.bytes for term in plan.host_terms(SHAPE_32B, setup, ENGINE_32B)}
+    assert found == pytest.approx(expected, rel=1e-6)
+    of_frozen = [term.name for term in plan.frozen_copy_terms(SHAPE_32B, setup)]
+    assert of_frozen == ([] if stage == 3 else ["reference model", "EMA copy"])
+
+
+def test_a_full_disk_of_checkpoints_has_one_pool_more_than_checkpoints():
+    pool = plan.Term("replay pool", 7, "7 bytes")
+    terms = plan.checkpoint_terms({"actor": 1000, "critic": 10}, 3, pool)
+    assert {term.name: term.bytes for term in terms} == {"actor": 3 * 14_000, "critic": 3 * 140, "replay pool": 4 * 7}
+
+
 def test_sleeping_states_are_on_the_host_while_the_engine_generates():
     asleep, awake = (plan.idle_terms(SHAPE_32B, replace(SETUP_32B, enable_sleep=s)) for s in (True, False))
     assert [term.name for term in asleep] == ["weights"]
