@@ -30,7 +30,8 @@ class ScriptedEngine:
         from openrlhf.utils.agent import SingleTurnAgentExecutor
 
         self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
-        self.llm = Namespace(policy_version=0)
+        under_way = Namespace(request_states={"under way": None})
+        self.llm = Namespace(policy_version=0, output_processor=under_way, abort=self._abort)
         self.lengths, self.random = lengths, random.Random(0)
         self.is_stopping, self.num_generated, self.names = False, Counter(), []
         names = (
@@ -62,8 +63,13 @@ class ScriptedEngine:
         return Ref(lambda: asyncio.run(generate_responses(self, **request)))
 
     def _stop_growing(self):
+        from openrlhf_bapo.adapter.vllm_engine import stop_growing
+
+        return Done(asyncio.run(stop_growing(self)))
+
+    async def _abort(self, request_ids: list[str], internal: bool) -> None:
+        assert request_ids == ["under way"] and internal
         self.is_stopping = True
-        return Done(None)
 
     def _grow_responses(self, **request):
         from openrlhf_bapo.adapter.vllm_engine import grow_responses
@@ -226,6 +232,35 @@ def test_groups_in_flight_are_as_many_as_oversampling_asks_for(directory):
     assert samples.metrics["partial/started"] == 8 and samples.metrics["partial/taken"] == 4
     assert samples.metrics["partial/in_flight"] + samples.metrics["partial/waiting"] == 4
     assert samples.unfinished is generator.pool
+
+
+def test_a_rollout_that_has_its_groups_stops_what_still_grows_on_every_engine(directory):
+    # 7 of the 8 groups in flight are complete after one token; the batch needs 4.
+    flags = dict(partial__oversample=2.0, partial__token_budget=16, num_prompts=8)
+    generator = make_generator(directory, lengths=[16] + [1] * 7, **flags)
+    samples, *_ = generator.generate_samples(**GENERATE)
+    assert len(samples) == 4 * NUM_SAMPLES
+    assert all(engine.is_stopping for engine in generator.vllm_engines)
+    # The next rollout's requests are not stopped by it: what was cut goes on and ends by itself.
+    publish(generator)
+    last, *_ = generator.generate_samples(**GENERATE)
+    assert sorted(labels(samples) + labels(last)) == list(range(8))
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_every_rollout_is_trained_on_as_many_rollouts_later_as_the_lag_says(directory, lag):
+    generator = make_generator(directory, offpolicy__lag=lag, partial__token_budget=None)
+    trained, num_drawn, num_steps = [], [], 5
+    for step in range(num_steps):
+        samples, _, num_prompts, has_ended = generator.generate_samples(**GENERATE)
+        publish(generator)
+        assert {version for sample in samples for version in sample.versions[0, 3:].tolist()} == {max(0, step - lag)}
+        assert samples.metrics["partial/waiting"] == 4 * min(lag, num_steps - 1 - step)
+        assert has_ended == (step == num_steps - 1)
+        num_drawn.append(num_prompts)
+        trained += labels(samples)
+    assert sorted(trained) == list(range(20))
+    assert num_drawn == [4 * (1 + lag)] + [4] * (num_steps - 1 - lag) + [0] * lag
 
 
 def test_a_response_never_grows_by_more_than_the_budget_in_one_rollout(directory):

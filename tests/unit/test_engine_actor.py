@@ -1,0 +1,111 @@
+"""The rollout engine actor: OpenRLHF's class with our methods, over vLLM's front end without its engine process."""
+
+import asyncio
+from argparse import Namespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class EngineCore:
+    """Stands for vLLM's engine process."""
+
+    async def abort_requests_async(self, _): ...
+
+    def shutdown(self, timeout): ...
+
+
+def make_actor():
+    """An actor as Ray makes it, but for its engine process."""
+    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from openrlhf_bapo.adapter.vllm_engine import VersionedEngine
+
+    async def loaded(*_, **__): ...
+
+    engine = object.__new__(AsyncLLM)
+    engine.output_processor = OutputProcessor(None, log_stats=False)
+    engine.engine_core, engine.log_requests, engine.collective_rpc = EngineCore(), False, loaded
+    actor = object.__new__(RolloutRayActor.__ray_metadata__.modified_class)
+    actor.llm = VersionedEngine(engine)
+    return actor
+
+
+def begin(actor, name: str, tokens: list[int]):
+    """A request that has made `tokens`; where its outputs arrive."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    # As RolloutRayActor.generate's, whose outputs are cumulative.
+    params = SamplingParams(max_tokens=9, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
+    request = EngineCoreRequest(name, [7, 8], None, params, None, 0.0, None, None, None, external_req_id=name)
+    outputs = RequestOutputCollector(params.output_kind, name)
+    actor.llm.output_processor.add_request(request, None, queue=outputs)
+    actor.llm.output_processor.process_outputs([EngineCoreOutput(name, tokens)])
+    return outputs
+
+
+def test_stop_growing_ends_every_request_with_the_tokens_that_it_has():
+    async def stopped() -> list:
+        actor = make_actor()
+        waiting = [begin(actor, f"request {n}", list(range(n))) for n in (1, 2, 3)]
+        for outputs in waiting:
+            assert not (await outputs.get()).finished
+        await actor.stop_growing()
+        assert not actor.llm.output_processor.has_unfinished_requests()
+        return [await asyncio.wait_for(outputs.get(), 30) for outputs in waiting]
+
+    for number, output in enumerate(asyncio.run(stopped()), start=1):
+        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert list(output.outputs[0].token_ids) == list(range(number))
+
+
+@pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])
+@pytest.mark.parametrize("by_name", [True, False])
+@given(num_parameters=st.lists(st.integers(1, 4), max_size=4))
+def test_a_policy_version_is_a_whole_weight_update_however_many_parameters_it_has(method, by_name, num_parameters):
+    actor, others = make_actor(), ["handles"] if method == "update_weight_cuda_ipc" else []
+
+    async def load(number: int, is_last: bool) -> None:
+        last = {"empty_cache": is_last} if by_name else {}
+        positions = [] if by_name else [is_last]
+        await getattr(actor, method)(f"weight {number}", "bfloat16", (2, 3), *others, *positions, **last)
+
+    for version, count in enumerate(num_parameters):
+        for number in range(count):
+            assert actor.policy_version() == version
+            asyncio.run(load(number, number == count - 1))
+    assert actor.policy_version() == len(num_parameters)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
+def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
+    from openrlhf_bapo.adapter.vllm_engine import _SEGMENTS, VersionedEngine
+
+    class Engine:
+        """Loads some updates, then yields some tokens more, and so on."""
+
+        async def generate(self, *_, **__):
+            num_tokens = 0
+            for num_updates, num_new in pieces:
+                versioned.policy_version += num_updates
+                num_tokens += num_new
+                yield Namespace(outputs=[Namespace(token_ids=[0] * num_tokens)])
+
+    async def generate() -> list[list[int]]:
+        segments = []
+        _SEGMENTS.set(segments)
+        async for _ in versioned.generate([], Namespace()):
+            pass
+        return segments
+
+    versioned, expected, version = VersionedEngine(Engine()), [], 0
+    for num_updates, num_new in pieces:
+        version += num_updates
+        expected += [version] * num_new
+    assert asyncio.run(generate()) == [expected]
