@@ -4,10 +4,17 @@ With the samples generators of tests/unit/test_partial_samples.py: ours, OpenRLH
 loader.
 """
 
+import copy
+import functools
+import json
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pipeline
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, rollouts, without_ray  # noqa: F401
 
 from openrlhf_bapo.core.partial_rollouts import PartialPool
@@ -64,6 +71,18 @@ def test_a_group_with_a_response_without_a_reward_is_dropped_counted_and_replace
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["partial", "plain", "replay"])
+def test_every_prompt_that_was_drawn_is_counted_those_of_lost_groups_and_their_replacements_too(generator_for, mode):
+    generator = generator_for({n: NAN for n in range(20) if n % 3 == 0}, **mode)
+    num_drawn, has_ended = 0, False
+    while not has_ended:
+        _, _, num_prompts, has_ended = generator.generate_samples(**GENERATE)
+        num_drawn += num_prompts
+        generated = set().union(*(engine.num_generated for engine in generator.vllm_engines))
+        assert num_drawn == generator.num_prompts == len(generated)
+    assert num_drawn == 20
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["partial", "plain", "replay"])
 @pytest.mark.parametrize("rate", [0.0, 0.25, 0.5])
 def test_more_groups_without_a_reward_than_the_rate_allows_end_the_run_with_the_cause(generator_for, mode, rate):
     # Batches of 4 groups; every one of these has a group without.
@@ -92,6 +111,43 @@ def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_th
     assert all(sample.rewards is not None for batch in batches for sample in batch)
 
 
+def test_a_checkpoint_after_a_failed_rollout_counts_its_prompts_where_the_pool_keeps_them(generator_for):
+    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails
+
+    class Trainer:
+        """OpenRLHF's, as far as it holds what is saved."""
+
+        def __init__(self, generator) -> None:
+            self.samples_generator, self.args = generator, generator.args
+            self.prompts_dataloader, self.saved = generator.prompts_dataloader, []
+
+        def init_checkpoint_states(self) -> dict:
+            return {}
+
+        def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None) -> None:
+            self.saved.append((self.args.ckpt.save_steps, client_states["total_consumed_prompts"]))
+
+    save_when_a_rollout_fails(Trainer)
+
+    def fail(*_) -> dict:
+        return {}
+
+    for mode in MODES[:2]:
+        generator = generator_for({}, **mode, reward_fault__max_drop_rate=0.5)
+        trainer = Trainer(generator)
+        trainer.init_checkpoint_states()
+        generator.args.ckpt.save_steps = 100
+        _, _, num_prompts, _ = generator.generate_samples(**GENERATE)
+        trainer.save_logs_and_checkpoints(1, {}, {"total_consumed_prompts": num_prompts})
+        for engine in generator.vllm_engines:
+            engine.executor.reward_func = fail
+        with pytest.raises(RuntimeError, match="have no reward"):
+            generator.generate_samples(**GENERATE)
+        assert generator.num_prompts > num_prompts
+        counted = generator.num_prompts if mode["partial__token_budget"] else num_prompts
+        assert trainer.saved == [(100, num_prompts), (1, counted)]
+
+
 def test_the_rate_is_of_each_batch_by_itself(generator_for):
     generator = generator_for({n: NAN for n in range(20) if n % 5 == 0}, reward_fault__max_drop_rate=0.5)
     assert len([*rollouts(generator)]) == 4
@@ -106,6 +162,44 @@ def test_what_lost_groups_leave_at_the_end_of_the_data_is_cut_to_whole_micro_bat
         "reward_fault/not_finite": 1.0,
         "reward_fault/left_over": 1.0,
     }
+
+
+@given(
+    num_groups=st.integers(0, 60),
+    size=st.integers(1, 6),
+    num_ranks=st.sampled_from([1, 2, 3, 4]),
+    sharing=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
+    train_batch=st.integers(1, 6),
+    rollout_batch=st.integers(1, 6),
+    steps=st.none() | st.integers(1, 4),
+)
+def test_a_rest_is_cut_to_the_most_groups_that_make_whole_batches_on_every_rank(
+    num_groups, size, num_ranks, sharing, train_batch, rollout_batch, steps
+):
+    """Micro-batches of training, and of the log-probs where OpenRLHF shares them out; or, with dynamic batches, whole
+    optimizer steps."""
+    ring, tensor = sharing
+    args = copy.deepcopy(arguments())
+    args.actor.num_nodes, args.actor.num_gpus_per_node = num_ranks, ring * tensor
+    args.ds.ring_attn_size, args.ds.tensor_parallel_size = ring, tensor
+    args.rollout.n_samples_per_prompt, args.rollout.micro_batch_size = size, rollout_batch
+    args.train.micro_batch_size, args.train.dynamic_batch_enable = train_batch, steps is not None
+    args.train.batch_size = num_ranks * (steps or 1)
+    batches = [steps] if steps else [train_batch] + [rollout_batch] * (num_ranks > 1)
+
+    def is_whole(num: int) -> bool:
+        return num * size % num_ranks == 0 and all(num * size // num_ranks % batch == 0 for batch in batches)
+
+    found = pipeline.samples_generator(args)._num_trainable(num_groups)
+    assert found == max(filter(is_whole, range(num_groups + 1)))
+
+
+@functools.cache
+def arguments():
+    """Of any run."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "reward.py").touch()
+        return pipeline.parse(pipeline.flags(Path(directory), policy_loss="bapo"))
 
 
 def test_an_evaluation_leaves_out_whole_prompts(generator_for):
@@ -129,3 +223,37 @@ def test_an_agents_reward_that_is_no_number_names_the_agent(tmp_path):
     assert sample.rewards is None
     with pytest.raises(RuntimeError, match=r"^--train.agent_func_path agent.py: the reward of a response is nan; the"):
         generator._lose(sample.reward_fault, 9, 9)
+
+
+ECHO = """
+import json
+
+def reward_func(queries, prompts, labels, **kwargs):
+    with open(FILE, "a") as file:
+        file.write(json.dumps({"query": queries, "prompts": prompts, "labels": labels}) + chr(10))
+    return {"rewards": [0.5]}
+"""
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=["partial", "plain"])
+@pytest.mark.parametrize("source", ["function", "server"])
+def test_a_reward_is_asked_for_with_the_whole_text_its_prompt_and_its_label(
+    generator_for, tmp_path, serve, mode, source
+):
+    from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+    generator, server = generator_for({}, **mode), serve((200, '{"rewards": [0.5]}'))
+    (tmp_path / "echo.py").write_text(ECHO + f"\nFILE = {str(tmp_path / 'asked')!r}\n")
+    for engine in generator.vllm_engines:
+        engine.executor = SingleTurnAgentExecutor(str(tmp_path / "echo.py") if source == "function" else [server.url])
+    trained = [sample for batch in rollouts(generator) for sample in batch]
+    asked = server.requests
+    if source == "function":
+        asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    expected = []
+    for sample in trained:
+        (label,), text = sample.labels, generator.tokenizer.decode(sample.sequences[0])
+        expected.append({"query": [text], "prompts": [f"{int(label):03}="], "labels": [label]})
+        assert text.startswith(f"{int(label):03}=0") or sample.response_length == 1
+    in_order = functools.partial(sorted, key=json.dumps)
+    assert in_order(asked) == in_order(expected) and len(asked) == 20 * NUM_SAMPLES
