@@ -441,6 +441,18 @@ def test_equal_rows_are_written_once_and_counted():
     assert problems.left_out == {"duplicate of an earlier row": [f"row {number}" for number in range(2, 101)]}
 
 
+@pytest.mark.parametrize("end", [".", ""])
+def test_the_instruction_around_a_dapo_problem_is_removed_with_and_without_its_full_stop(end):
+    row = PUBLISHED_FORMS["dapo-math"] | {"prompt": DAPO_PROMPT.removesuffix(".") + end}
+    assert read_problems([row], DATASETS["dapo-math"]).usable == [("Find $2+2$.", "4")]
+
+
+@pytest.mark.parametrize("problem", ["Find $x$.", "Is $x<i$ in the image of $f$?"])
+def test_a_problem_without_an_image_and_without_an_instruction_is_written_as_it_is(problem):
+    for name in ("math500", "dapo-math"):
+        assert read_problems([{"problem": problem, "answer": "4"}], DATASETS[name]).usable == [(problem, "4")]
+
+
 def test_problems_that_differ_in_white_space_only_are_one():
     rows = [{"problem": problem, "answer": "4"} for problem in ("Find $x$.", "Find\n $x$. ", "Find $y$.")]
     assert reasons(rows) == {"duplicate of an earlier row": ["row 2"]}
@@ -466,6 +478,12 @@ def test_a_problem_with_two_answers_is_not_used_at_all():
         ({"problem": CHAT + CHAT, "answer": "4"}, "chat that is not one user message"),
         ({"problem": [{"role": "system", "content": "Hi"}], "answer": "4"}, "chat that is not one user message"),
         ({"problem": "In ![](figure.png), find $x$.", "answer": "4"}, "needs an image"),
+        ({"problem": "In ![the figure](figure.png), find $x$.", "answer": "4"}, "needs an image"),
+        ({"problem": "See <image>. Find $x$.", "answer": "4"}, "needs an image"),
+        ({"problem": "See <image_1>. Find $x$.", "answer": "4"}, "needs an image"),
+        ({"problem": 'See <img src="figure.png">. Find $x$.', "answer": "4"}, "needs an image"),
+        ({"problem": "See \\includegraphics{figure}. Find $x$.", "answer": "4"}, "needs an image"),
+        ({"problem": "Find $x$.", "answer": "4", "Images": ["..."]}, "needs an image"),
         ({"problem": "Find $x$.", "answer": "4", "image_1": {"bytes": "..."}}, "needs an image"),
         ({"problem": "Find $x$.", "answer": None}, "no answer"),
         ({"problem": "Find $x$.", "answer": float("nan")}, "no answer"),

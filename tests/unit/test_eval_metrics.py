@@ -76,6 +76,13 @@ def test_every_mean_is_over_problems_and_lies_in_its_interval(first, second):
         accuracy = fmean(fmean(reward or 0.0 for reward, _ in row) for row in rows)
         assert metrics[name]["avg@4"].mean == pytest.approx(accuracy)
         assert metrics[name]["pass@1"].mean == pytest.approx(accuracy)
+        has_votes = any(answer is not None for row in rows for _, answer in row)
+        assert {metric for metric, found in metrics[name].items() if found is None} == (
+            set() if has_votes else {"majority@4"}
+        )
+        if has_votes:
+            votes = fmean(majority(responses(row)) for row in rows)
+            assert metrics[name]["majority@4"].mean == pytest.approx(votes)
     for name, macro in metrics["macro average"].items():
         of_datasets = [metrics["first"][name], metrics["second"][name]]
         assert (macro is None) == (None in of_datasets)
