@@ -1,0 +1,120 @@
+"""The recipes' variables reach the training command: each that is set from outside is in its flag."""
+
+import re
+import shlex
+
+import pipeline
+import pytest
+
+# Values that no recipe has by default, each of them once: 22 prompts x 15 samples in 11 updates are batches of 30.
+UNUSUAL = dict(
+    MODEL="an/unusual-model",
+    DATA="/unusual/data.jsonl",
+    EVAL_DATA="/unusual/first.jsonl /unusual/second.jsonl",
+    REWARD="http://unusual:1/get_reward",
+    RUN="/unusual/run",
+    NUM_NODES=3,
+    PRESET="steady",
+    LEARNING_RATE="7.5e-7",
+    TEMPERATURE="0.85",
+    MAX_PROMPT=321,
+    MAX_RESPONSE=1234,
+    SAMPLES=15,
+    PROMPTS=22,
+    UPDATES=11,
+    EPOCHS=5,
+    EPISODES=6,
+    SAVE_STEPS=17,
+    EVAL_STEPS=19,
+    EVAL_N=23,
+)
+FLAGS = {
+    "actor.model_name_or_path": "an/unusual-model",
+    "data.prompt_dataset": "/unusual/data.jsonl",
+    "eval.dataset": "/unusual/first.jsonl,/unusual/second.jsonl",
+    "reward.remote_url": "http://unusual:1/get_reward",
+    "ckpt.path": "/unusual/run/checkpoints",
+    "ckpt.output_dir": "/unusual/run/model",
+    "logger.tensorboard_dir": "/unusual/run/tensorboard",
+    "actor.num_nodes": "3",
+    "bapo.preset": "steady",
+    "actor.adam.lr": "7.5e-7",
+    "rollout.temperature": "0.85",
+    "data.max_len": "1555",
+    "rollout.max_new_tokens": "1234",
+    "rollout.n_samples_per_prompt": "15",
+    "rollout.batch_size": "22",
+    "train.batch_size": "30",
+    "train.max_epochs": "5",
+    "train.num_episodes": "6",
+    "ckpt.save_steps": "17",
+    "eval.steps": "19",
+    "eval.n_samples_per_prompt": "23",
+}
+# On GPUs that training and rollout share, with an engine on each.
+SHARED = dict(GPUS_PER_NODE=10, MAX_TOKENS=4321)
+SHARED_FLAGS = {"actor.num_gpus_per_node": "10", "train.max_tokens_per_gpu": "4321", "vllm.num_engines": "30"}
+# By recipe: what else can be set, and the flags of that.
+RECIPES = {
+    "qwen7b": (SHARED, SHARED_FLAGS),
+    "octothinker3b": (SHARED | dict(TEMPLATE="Unusual: {}"), SHARED_FLAGS | {"data.input_template": "Unusual: {}"}),
+    "partial": (
+        SHARED | dict(BUDGET=99, OVERSAMPLE="1.75"),
+        SHARED_FLAGS | {"partial.token_budget": "99", "partial.oversample": "1.75"},
+    ),
+    "qwen32b": (
+        dict(GPUS_PER_NODE=10, TENSOR_PARALLEL=2, RING_ATTN=4),
+        {
+            "actor.num_gpus_per_node": "10",
+            "vllm.num_engines": "15",
+            "vllm.tensor_parallel_size": "2",
+            "ds.ring_attn_size": "4",
+            "train.max_tokens_per_gpu": "389",  # 1555 tokens on 4 GPUs
+        },
+    ),
+    "async_partial": (
+        dict(ACTOR_GPUS_PER_NODE=9, ENGINES=14, MAX_TOKENS=4321, QUEUE=8),
+        {
+            "actor.num_gpus_per_node": "9",
+            "vllm.num_engines": "14",
+            "train.max_tokens_per_gpu": "4321",
+            "train.async_queue_size": "8",
+        },
+    ),
+}
+
+
+def command_of(script: str, **environment) -> dict[str, str]:
+    """The flags that a recipe trains with; of one that is given twice the last."""
+    run = pipeline.run_script(f"train_bapo_{script}.sh", DRY_RUN="command", **environment)
+    assert run.returncode == 0, run.stderr
+    flags, name = {}, None
+    for word in shlex.split(run.stdout)[2:]:
+        name = word[2:] if word.startswith("--") else name
+        flags[name] = "" if word.startswith("--") else word
+    return flags
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_variable_of_a_recipe_is_in_its_flag(recipe):
+    own, own_flags = RECIPES[recipe]
+    expected = FLAGS | own_flags
+    usual, unusual = command_of(recipe), command_of(recipe, **UNUSUAL | own)
+    assert {name: unusual.get(name) for name in expected} == expected
+    # The others are as they were; none of these values stands there by itself.
+    assert {name: value for name, value in unusual.items() if usual.get(name) != value} == expected
+    script = (pipeline.REPOSITORY / f"scripts/train_bapo_{recipe}.sh").read_text()
+    assert {*re.findall(r"^([A-Z_]+)=\$\{\1:-", script, re.MULTILINE)} == {*UNUSUAL, *own, "GPU_MEMORY"}
+
+
+def test_a_recipe_without_an_evaluation_has_no_flag_of_one():
+    given, left_out = command_of("qwen7b"), command_of("qwen7b", EVAL_N=0)
+    assert {name: value for name, value in given.items() if not name.startswith("eval.")} == left_out != given
+
+
+def test_on_slurm_a_recipe_has_the_jobs_nodes_and_gpus():
+    flags = command_of("slurm", SLURM_JOB_NUM_NODES=3, SLURM_GPUS_ON_NODE=12)
+    assert (flags["actor.num_nodes"], flags["actor.num_gpus_per_node"]) == ("3", "12")
+    assert flags["vllm.num_engines"] == "9"  # of 4 GPUs each
+    recipe = command_of("slurm", RECIPE="scripts/train_bapo_partial.sh", SLURM_JOB_NUM_NODES=2)
+    assert recipe == command_of("partial", NUM_NODES=2)
