@@ -121,6 +121,26 @@ def test_the_first_update_searches_in_stale_ratios_and_runs_what_openrlhf_has_no
     assert result["status"]["timing/bapo_ratio_forward"] == num_forwards
 
 
+def test_log_probs_are_of_the_distribution_that_is_sampled_from_at_rollout_temperature(directory, stale_update):
+    from transformers import AutoModelForCausalLM
+
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, rollout__temperature=0.6)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
+    for sample, log_ratio, found in zip(
+        stale_samples(STALENESS, LOG_RATIOS), LOG_RATIOS, result["behaviour_log_probs"], strict=True
+    ):
+        with torch.no_grad():
+            log_probs = (model(sample.sequences).logits[:, :-1] / 0.6).log_softmax(-1)
+        expected = log_probs.gather(-1, sample.sequences[:, 1:, None]).squeeze(-1) - log_ratio
+        torch.testing.assert_close(found, expected * sample.action_mask, rtol=0, atol=1e-4)
+    # The window's own forward and the loss divide the logits as well, so that the ratios stay as they were made.
+    assert result["status"]["timing/bapo_ratio_forward"] == 4
+    assert result["searches"][0]["initial_share"] == pytest.approx(share(tokens()), rel=1e-4)
+    for label in ("0", "1", "2-3", "4-7", "8+"):
+        name = f"offpolicy/ratio_mean/staleness_{label}"
+        assert result["status"][name] == pytest.approx(stale_update["status"][name], rel=1e-4)
+
+
 def test_the_clip_fractions_count_the_tokens_beyond_the_updates_own_bounds(directory):
     # Bounds that do not move, so that they lie between the ratios: 0.41, 0.67 | 0.82, 1, and 1, 1.11, 1.35 | 2.01.
     fixed = dict(ratio_lower_start=0.7, ratio_lower_max=0.7, ratio_upper_start=1.5, ratio_upper_max=1.5)

@@ -32,8 +32,8 @@ class ScriptedEngine:
         self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
         under_way = Namespace(request_states={"under way": None})
         self.llm = Namespace(policy_version=0, output_processor=under_way, abort=self._abort)
-        self.lengths, self.random = lengths, random.Random(0)
-        self.is_stopping, self.num_generated, self.names = False, Counter(), []
+        self.lengths, self.min_tokens, self.random = lengths, 1, random.Random(0)
+        self.is_stopping, self.num_generated, self.names, self.params = False, Counter(), [], []
         names = (
             "grow_responses",
             "generate_responses",
@@ -81,9 +81,10 @@ class ScriptedEngine:
         from openrlhf_bapo.adapter.vllm_engine import _NAME, _SEGMENTS
 
         self.names.append(_NAME.get())
+        self.params.append(params)
         assert params.max_tokens > 0 and params.logprobs == 1
         prompt, kept = prompt_tokens[:4], prompt_tokens[4:]
-        assert params.min_tokens == (0 if kept else 1)
+        assert params.min_tokens == max(0, self.min_tokens - len(kept))
         length = self.lengths[tuple(prompt)]
         tokens, reason = [], "length"
         stop_at = self.random.randint(0, params.max_tokens) if self.is_stopping else params.max_tokens + 1
@@ -294,6 +295,43 @@ def test_nothing_above_max_staleness_is_handed_over_and_every_prompt_is_counted(
         assert counts["partial/finished"] > 0
     else:
         assert counts["partial/dropped_stale"] > 0 and counts["partial/tokens_wasted"] > 0
+
+
+SAMPLING = dict(temperature=0.6, top_p=0.9, top_k=7, skip_special_tokens=True)
+
+
+def sampled_from(generator) -> list[dict]:
+    """The sampling parameters of the engines' requests so far, each once, without limits on the number of tokens."""
+    found = []
+    for params in (params for engine in generator.vllm_engines for params in engine.params):
+        names = set(params.__struct_fields__) - {"max_tokens", "min_tokens"}
+        fields = {name: getattr(params, name) for name in names}
+        found += [fields] if fields not in found else []
+    return found
+
+
+@pytest.mark.parametrize("flags", [dict(partial__token_budget=3), dict(partial__token_budget=0, offpolicy__lag=1)])
+def test_the_engines_sample_under_a_budget_and_with_a_lag_as_in_a_plain_rollout(directory, flags):
+    plain = make_generator(directory, partial__token_budget=0, replay__ratio=1)
+    plain.generate_samples(**GENERATE, **SAMPLING)
+    (expected,) = sampled_from(plain)
+    assert expected.items() >= SAMPLING.items() and expected["logprobs"] == 1
+    generator = make_generator(directory, lengths=[9] * 20, **flags)
+    for engine in generator.vllm_engines:
+        engine.min_tokens = 5
+    for _ in range(2):
+        generator.generate_samples(**GENERATE, **SAMPLING, min_new_tokens=5)
+        publish(generator)
+    assert sampled_from(generator) == [expected]
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_the_engines_sample_an_evaluation_as_it_asks(directory, budget):
+    generator = make_generator(directory, partial__token_budget=budget, replay__ratio=1)
+    generator.eval_dataloader = generator.prompts_dataloader
+    generator.generate_eval_samples(**GENERATE, **SAMPLING | dict(temperature=0.3), n_samples_per_prompt=2)
+    (found,) = sampled_from(generator)
+    assert found.items() >= (SAMPLING | dict(temperature=0.3)).items()
 
 
 def test_a_finished_response_is_truncated_and_has_the_reward_of_what_there_is(directory):
