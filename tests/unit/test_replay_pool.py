@@ -312,6 +312,13 @@ def test_a_group_of_one_sample_and_one_token_is_weighed_by_it_and_tells_nothing(
     assert not group.is_informative
 
 
+@given(st.lists(st.sampled_from([-1.0, 0.0, 1e-3, 1.0]), min_size=1, max_size=4))
+def test_a_group_is_kept_unless_all_its_rewards_are_equal_in_whichever_order_they_come(rewards):
+    pool = ReplayPool(ReplayConfig())
+    pool.add([make_group(num_samples=len(rewards), rewards=torch.tensor(rewards))])
+    assert len(pool) == (len(set(rewards)) > 1)
+
+
 def test_a_group_with_nothing_to_train_on_is_skipped_and_counted():
     empty = make_group()
     for sample in empty.samples:
