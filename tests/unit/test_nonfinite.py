@@ -155,6 +155,13 @@ def test_one_more_ends_the_run(directory, nan_reference, policy_loss):
         train(directory, num_steps=3, bapo__max_skipped_updates=2, policy_loss=policy_loss, **nan_reference)
 
 
+def test_skipped_updates_with_others_in_between_do_not_end_the_run(directory, nan_reference):
+    # One of the two updates of each training step: three are skipped, at most two of them in a row.
+    flags = dict(train__batch_size=4, train__micro_batch_size=4, bapo__max_skipped_updates=2)
+    (result,) = train(directory, num_steps=3, **nan_reference | flags)
+    assert [faults(status) for status in result["statuses"]] == [(0, 1)] * 3
+
+
 def test_a_training_step_without_any_finite_token_ends_the_run(directory):
     some = samples()
     for sample in some:
