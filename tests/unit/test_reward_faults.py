@@ -97,11 +97,16 @@ def test_more_groups_without_a_reward_than_the_rate_allows_end_the_run_with_the_
     )
 
 
-def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_there(generator_for, tmp_path):
+@pytest.mark.parametrize("num_unfinished", [0, 1], ids=["complete groups", "unfinished groups"])
+def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_there(
+    generator_for, tmp_path, num_unfinished
+):
     flags = dict(partial__token_budget=3, reward_fault__max_drop_rate=0.0)
     ended = generator_for(dict.fromkeys(range(20), NAN), **flags)
     with pytest.raises(RuntimeError, match="have no reward"):
         ended.generate_samples(**GENERATE)
+    for response in [group.responses[0] for group in ended.pool.complete][:num_unfinished]:
+        ended.pool.restart(response)  # the others of its group have ended, without a reward
     ended.pool.save(tmp_path / "pool", None, {})
     resumed = generator_for({}, **flags)
     resumed.prompts_dataloader.load_state_dict(ended.prompts_dataloader.state_dict())
