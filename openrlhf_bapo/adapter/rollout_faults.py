@@ -23,26 +23,31 @@ def save_when_a_rollout_fails(trainer: type) -> None:
 
     @functools.wraps(start)
     def init_checkpoint_states(self) -> dict:
-        generator = self.samples_generator
-        generate = generator.generate_samples
+        generator, states = self.samples_generator, start(self)
+        generate, episode = generator.generate_samples, states["episode"]
 
         def generate_samples(**kwargs):
+            nonlocal episode
             try:
-                return generate(**kwargs)
+                result = generate(**kwargs)
             except Exception:
                 save_last_step(self, states_of_today)
                 raise
+            *_, has_ended = result
+            episode += has_ended
+            return result
 
         def states_of_today(states: dict) -> dict:
             if not self.args.partial.token_budget:
                 return {}
             return {
+                "episode": episode,  # the last step may be of the one before
                 "data_loader_state_dict": self.prompts_dataloader.state_dict(),
                 "total_consumed_prompts": states["total_consumed_prompts"] + generator._num_prompts,
             }
 
         generator.generate_samples = generate_samples
-        return start(self)
+        return states
 
     trainer.init_checkpoint_states = init_checkpoint_states
 

@@ -1,0 +1,169 @@
+"""OpenRLHF's trainer from the first rollout to the last over our generator and pools: endings, resumes, evaluations.
+
+Trainer, data loader, experience maker and reward do their own work here. The engines are those of
+test_partial_samples.py, and the actors train nothing.
+"""
+
+import json
+from argparse import Namespace
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+from openrlhf.utils import get_strategy
+from test_experience_maker import recomputed
+from test_experience_maker import without_ray as _experience_without_ray  # noqa: F401
+from test_partial_samples import NUM_SAMPLES, ScriptedEngine, without_ray  # noqa: F401
+from transformers import AutoTokenizer
+
+NUM_PROMPTS, NUM_EPISODES = 12, 2
+
+REWARD = """
+import pathlib, torch
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    if pathlib.Path(__file__).with_name("is_broken").exists():
+        raise ValueError("the verifier has gone")
+    return {"rewards": torch.tensor([float(len(queries[0]) % 2)])}
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    pipeline.make_model(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    with open(tmp_path / "train.jsonl", "w") as file:
+        file.writelines(json.dumps({"input": f"{n:03}=", "label": str(n)}) + "\n" for n in range(NUM_PROMPTS))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def without_ray_or_signals(monkeypatch):
+    from openrlhf.trainer import ppo_trainer
+
+    from openrlhf_bapo.adapter import interrupts
+
+    monkeypatch.setattr(interrupts, "_is_interrupted", lambda: False)
+    monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))
+
+
+class Killed(BaseException):
+    """Ends a run in the middle of a training step."""
+
+
+class Actors:
+    """Stands for RayActorGroup. It trains nothing, and keeps the states of checkpoints as OpenRLHF's actors do.
+
+    `steps` has the prompts of every training step, a number a sample. `before_step` is called with the number of steps
+    of this run so far.
+    """
+
+    def __init__(self, folder: Path, engines: list, before_step) -> None:
+        self.folder, self.engines, self.before_step, self.steps = folder, engines, before_step, []
+
+    def async_run_method_batch(self, method_name: str, **batches) -> list:
+        if method_name == "append":
+            self.steps.append([int(label) for batch in batches["experience"] for label in batch.labels])
+            return []
+        names, columns = zip(*batches.items(), strict=True)
+        return [[recomputed(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]]
+
+    def async_run_method(self, method_name: str, **arguments) -> list:
+        return getattr(self, method_name)(**arguments)
+
+    def fit(self, kl_ctl: float) -> list[dict]:
+        self.before_step(len(self.steps))
+        return [{"offpolicy/optimizer_steps_taken": 2}]
+
+    def broadcast_to_vllm(self) -> list:
+        for engine in self.engines:
+            engine.llm.policy_version += 1
+        return []
+
+    def save_checkpoint(self, tag: str, client_states: dict, **_) -> list:
+        (self.folder / tag).mkdir(parents=True)
+        torch.save(client_states, self.folder / tag / "mp_rank_00_model_states.pt")
+        (self.folder / "latest").write_text(tag)
+        return []
+
+    def get_checkpoint_states(self) -> list[dict]:
+        return [torch.load(self.folder / (self.folder / "latest").read_text() / "mp_rank_00_model_states.pt")]
+
+
+def make_trainer(directory, before_step=lambda _: None, **flags):
+    """OpenRLHF's trainer, which takes 4 prompts of 3 samples a step; the responses have 1 to 10 tokens."""
+    from openrlhf.trainer import ppo_trainer
+
+    settings = dict(
+        policy_loss="bapo",
+        rollout__batch_size=4,
+        rollout__n_samples_per_prompt=NUM_SAMPLES,
+        rollout__micro_batch_size=6,
+        rollout__max_new_tokens=16,
+        train__batch_size=6,
+        train__micro_batch_size=1,
+        train__num_episodes=NUM_EPISODES,
+        logger__tensorboard_dir=None,
+    )
+    args = pipeline.parse(pipeline.flags(directory, **settings | flags))
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    lengths = {tuple(tokenizer(f"{n:03}=")["input_ids"]): 1 + n % 10 for n in range(NUM_PROMPTS)}
+    engines = [ScriptedEngine(directory, lengths) for _ in range(2)]
+    actors = Actors(directory / "ckpt/_actor", engines, before_step)
+    sampling = {name: getattr(args.rollout, name) for name in ("max_new_tokens", "temperature", "top_p")}
+    trainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+    model = str(directory / "model")
+    return trainer(model, get_strategy(args), actors, None, None, None, engines, max_len=args.data.max_len, **sampling)
+
+
+MODES = {
+    "budget": dict(partial__token_budget=3),
+    "lag": dict(offpolicy__lag=1),
+    "replay": dict(replay__ratio=1),
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
+@pytest.mark.parametrize("ending", ["killed", "reward_fails"])
+def test_a_run_that_ends_after_any_step_goes_on_and_trains_on_every_prompt_once_an_episode(
+    directory, mode, num_steps, ending
+):
+    def end(step: int) -> None:
+        if ending == "killed" and step > num_steps:
+            raise Killed
+        if ending == "reward_fails" and step == num_steps:  # from the next rollout on
+            (directory / "is_broken").touch()
+
+    save_steps = dict(ckpt__save_steps=1) if ending == "killed" else {}
+    ended = make_trainer(directory, end, **MODES[mode], **save_steps)
+    with pytest.raises((Killed, RuntimeError)):
+        ended.fit()
+    assert (directory / "ckpt/_actor/latest").read_text() == f"global_step{num_steps}"
+    (directory / "is_broken").unlink(missing_ok=True)
+    resumed = make_trainer(directory, **MODES[mode], ckpt__load_enable=True)
+    resumed.fit()
+    steps = ended.actor_model_group.steps[:num_steps] + resumed.actor_model_group.steps
+    assert Counter(n for step in steps for n in step) == dict.fromkeys(range(NUM_PROMPTS), NUM_EPISODES * NUM_SAMPLES)
+    assert resumed.samples_generator.num_prompts == NUM_EPISODES * NUM_PROMPTS
+    if mode != "plain":  # which counts from the resume
+        assert resumed.experience_maker.policy_version == len(steps)
+
+
+@pytest.mark.parametrize("mode", ["budget", "plain"])
+def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(directory, mode):
+    flags = dict(rollout__temperature=0.6, rollout__top_p=0.9, eval__temperature=0.3, train__num_episodes=1)
+    flags |= dict(eval__dataset=directory / "train.jsonl", eval__at_start=True, eval__steps=1)
+    trainer = make_trainer(directory, **MODES[mode], **flags)
+    sampled = []
+    for engine in trainer.vllm_engines:
+        engine.params = sampled  # of both engines, in their order
+    trainer.fit()
+    temperatures = [temperature for temperature, _ in groupby(params.temperature for params in sampled)]
+    assert temperatures == [0.3] + [0.6, 0.3] * 3
+    assert {params.top_p for params in sampled} == {0.9}
