@@ -153,6 +153,7 @@ def test_a_run_that_ends_after_any_step_goes_on_and_trains_on_every_prompt_once_
     assert resumed.samples_generator.num_prompts == NUM_EPISODES * NUM_PROMPTS
     if mode != "plain":  # which counts from the resume
         assert resumed.experience_maker.policy_version == len(steps)
+        assert resumed.experience_maker.steps_by_version == [2 * step for step in range(len(steps) + 1)]
 
 
 @pytest.mark.parametrize("mode", ["budget", "plain"])
