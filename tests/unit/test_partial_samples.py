@@ -351,13 +351,13 @@ def test_filtered_groups_are_replaced_and_counted(directory):
     argv = pipeline.flags(directory, **flags)
     assert "--algo.dynamic_filtering_enable" in argv
     generator = make_generator(directory, algo__dynamic_filtering_enable=True)
-    generator.args.algo.dynamic_filtering_range = (0.2, 1.0)
+    generator.args.algo.dynamic_filtering_range = (0.125, 0.5)
     counts, trained = Counter(), []
     for batch in rollouts(generator):
         counts.update(batch.metrics)
         trained += labels(batch)
-    # 1 + n % 10 tokens, the last one EOS: two odd digits from a length of 5.
-    passing = [n for n in range(20) if (n % 10) // 2 / 8 > 0.2]
+    # 1 + n % 10 tokens, the last one EOS: two odd digits from a length of 5, four from one of 9.
+    passing = [n for n in range(20) if 0.125 < (n % 10) // 2 / 8 < 0.5]
     left_over = int(counts["partial/dropped_left_over"])
     assert set(trained) <= set(passing) and len(trained) == len(passing) - left_over
     assert counts["partial/dropped_filtered"] == 20 - len(passing)
