@@ -148,11 +148,13 @@ def test_as_many_updates_in_a_row_as_allowed_are_skipped(directory, nan_referenc
         assert torch.equal(result["weights"][name], weight), name
 
 
-@pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
-def test_one_more_ends_the_run(directory, nan_reference, policy_loss):
+@pytest.mark.parametrize(
+    "flags", [dict(policy_loss="bapo"), dict(policy_loss="ppo"), dict(train__micro_batch_size=2)], ids=str
+)
+def test_one_more_ends_the_run(directory, nan_reference, flags):
     cause = "--bapo.max_skipped_updates 2: 3 updates in a row had a loss or a gradient that is not finite"
     with pytest.raises(AssertionError, match=f"RuntimeError: {cause}"):
-        train(directory, num_steps=3, bapo__max_skipped_updates=2, policy_loss=policy_loss, **nan_reference)
+        train(directory, num_steps=3, bapo__max_skipped_updates=2, **flags, **nan_reference)
 
 
 def test_skipped_updates_with_others_in_between_do_not_end_the_run(directory, nan_reference):
