@@ -116,43 +116,6 @@ def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_th
     assert all(sample.rewards is not None for batch in batches for sample in batch)
 
 
-def test_a_checkpoint_after_a_failed_rollout_counts_its_prompts_where_the_pool_keeps_them(generator_for):
-    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails
-
-    class Trainer:
-        """OpenRLHF's, as far as it holds what is saved."""
-
-        def __init__(self, generator) -> None:
-            self.samples_generator, self.args = generator, generator.args
-            self.prompts_dataloader, self.saved = generator.prompts_dataloader, []
-
-        def init_checkpoint_states(self) -> dict:
-            return {}
-
-        def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None) -> None:
-            self.saved.append((self.args.ckpt.save_steps, client_states["total_consumed_prompts"]))
-
-    save_when_a_rollout_fails(Trainer)
-
-    def fail(*_) -> dict:
-        return {}
-
-    for mode in MODES[:2]:
-        generator = generator_for({}, **mode, reward_fault__max_drop_rate=0.5)
-        trainer = Trainer(generator)
-        trainer.init_checkpoint_states()
-        generator.args.ckpt.save_steps = 100
-        _, _, num_prompts, _ = generator.generate_samples(**GENERATE)
-        trainer.save_logs_and_checkpoints(1, {}, {"total_consumed_prompts": num_prompts})
-        for engine in generator.vllm_engines:
-            engine.executor.reward_func = fail
-        with pytest.raises(RuntimeError, match="have no reward"):
-            generator.generate_samples(**GENERATE)
-        assert generator.num_prompts > num_prompts
-        counted = generator.num_prompts if mode["partial__token_budget"] else num_prompts
-        assert trainer.saved == [(100, num_prompts), (1, counted)]
-
-
 def test_the_rate_is_of_each_batch_by_itself(generator_for):
     generator = generator_for({n: NAN for n in range(20) if n % 5 == 0}, reward_fault__max_drop_rate=0.5)
     assert len([*rollouts(generator)]) == 4
