@@ -4,6 +4,7 @@ import inspect
 import os
 from dataclasses import replace
 from functools import partial
+from multiprocessing import spawn
 
 import pipeline
 import pytest
@@ -228,7 +229,8 @@ def train_rank(rank: int, directory, port: int, results) -> None:
     results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)]
 
 
-def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory):
+def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
     results = torch.multiprocessing.Manager().dict()
     torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
     (bounds, first), (others_bounds, second) = results[0], results[1]
