@@ -58,7 +58,7 @@ launch() {
   fi
   local flag value file
   if [ -n "${OVERRIDES:-}" ]; then
-    while read -r flag value; do
+    while read -r flag value || [ -n "$flag" ]; do # the last line may lack its end
       case $flag in
         "" | \#*) ;;
         *) FLAGS+=("$flag" ${value:+"$value"}) ;;
