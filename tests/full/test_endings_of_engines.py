@@ -43,6 +43,28 @@ if "vllm" in sys.modules:
 def reward_func(queries, prompts, labels, **kwargs): ...
 """
 
+TWO_RUNS = """
+import subprocess, sys, ray
+from openrlhf_bapo.adapter.interrupts import _is_interrupted, _tell
+
+if len(sys.argv) > 1:
+    ray.init(sys.argv[1])
+else:
+    ray.init(num_cpus=1, include_dashboard=False)
+    _tell()
+print(_is_interrupted(), flush=True)
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], check=True)
+"""
+
+
+def test_a_signal_to_one_run_of_a_cluster_does_not_end_another(tmp_path):
+    (tmp_path / "runs.py").write_text(TWO_RUNS)
+    with pipeline.running([sys.executable, str(tmp_path / "runs.py")], tmp_path / "log") as process:
+        assert process.wait(300) == 0, (tmp_path / "log").read_text()[-2000:]
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if line in ("True", "False")]
+    assert said == ["True", "False"]
+
 
 def test_an_async_runs_failing_reward_is_the_last_thing_said_and_the_first_step_is_saved(tmp_path):
     endings.assert_a_failing_reward_is_said_and_the_first_step_is_saved(tmp_path, train__async_enable=True)

@@ -80,6 +80,8 @@ def test_a_resumed_actor_takes_the_samples_in_the_order_of_the_unbroken_one(tmp_
     steps = dict(ckpt__save_steps=1, train__batch_size=4, train__micro_batch_size=2)
     argv = pipeline.flags(directory, policy_loss="bapo", train__full_determinism_enable=True, **steps)
     (unbroken,) = pipeline.train_policy_actors(directory, argv, [samples], num_steps=2, save_after=1)
+    sizes = [search["num_tokens"] for search in unbroken["searches"]]  # of each step's two updates
+    assert len(sizes) == 4 and sizes[:2] != sizes[2:]  # every step has an order of its own
     (resumed,) = pipeline.train_policy_actors(directory, [*argv, "--ckpt.load_enable"], [samples])
     assert resumed["status"]["policy_loss"] == unbroken["status"]["policy_loss"]
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())

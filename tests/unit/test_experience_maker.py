@@ -4,6 +4,7 @@ OpenRLHF's RemoteExperienceMaker does its own work here on samples from our Samp
 between processes stays in this one, and the actor's forward pass is `recomputed`.
 """
 
+import importlib
 import shutil
 from argparse import Namespace
 from dataclasses import fields
@@ -456,6 +457,16 @@ def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_pa
     maker.args.ckpt.disable_ds = True
     trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag="global_step9")
     assert written[-1] == ("global_step9", False)
+
+
+@pytest.mark.parametrize(("module", "name"), [("ppo_trainer", "PPOTrainer"), ("ppo_trainer_async", "TrainingActor")])
+def test_pools_of_checkpoints_that_a_best_one_has_pushed_out_go_at_once(tmp_path, module, name):
+    trainer = getattr(importlib.import_module(f"openrlhf.trainer.{module}"), name)
+    for folder in ("_actor/best_global_step4", "_replay/best_global_step4", "_replay/best_global_step2"):
+        (tmp_path / folder).mkdir(parents=True)
+    args = Namespace(ckpt=Namespace(path=tmp_path))
+    trainer.__ray_metadata__.modified_class.save_best_checkpoint(Namespace(args=args), {}, global_step=4)
+    assert [path.name for path in (tmp_path / "_replay").iterdir()] == ["best_global_step4"]
 
 
 def test_a_run_resumes_the_newest_checkpoint_for_which_everything_is_whole_and_says_so(tmp_path, capsys):

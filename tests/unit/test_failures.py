@@ -32,12 +32,13 @@ train_ppo_ray._end(ValueError("the cause"), folders, signals)
 """
 
 
-def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path, number):
     command = [".venv/bin/python", "-c", ENDING]
     with pipeline.running(command, tmp_path / "log") as process:
         pipeline.wait_until(lambda: "up" in (tmp_path / "log").read_text(), process, tmp_path / "log")
-        process.terminate()
-        assert process.wait(60) == -signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(60) == -number
     assert "KeyboardInterrupt" not in (tmp_path / "log").read_text()
 
 
@@ -92,6 +93,16 @@ def test_a_cause_is_one_line_from_whichever_process_it_comes(tmp_path, monkeypat
         assert ended.startswith(f"the run has ended: {said}") and "\n" not in ended
         assert saved.startswith("nothing is saved, the same command starts anew (--ckpt.save_steps -1: never")
     assert describe_failure(error, ARGS, [15])[0].startswith(f"the run has ended: SIGTERM, {said}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"),
+    [(-1, "never, unless an evaluation is the best"), (float("inf"), "never, unless"), (20, "every 20 steps")],
+)
+def test_a_run_that_has_saved_nothing_says_how_often_it_would_have(tmp_path, steps, every):
+    args = ARGS | {"ckpt.path": str(tmp_path), "ckpt.save_steps": steps}  # OpenRLHF's parser makes inf of -1
+    _, saved = describe_failure(KeyError("episode"), args, [])
+    assert f"(--ckpt.save_steps {steps}: {every}" in saved
 
 
 def test_a_full_disk_is_named_whatever_the_exception_says(tmp_path):

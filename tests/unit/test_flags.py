@@ -18,6 +18,7 @@ from openrlhf_bapo.adapter.flags import (
     replay_config_from_args,
     smoothing_config_from_args,
 )
+from openrlhf_bapo.adapter.registration import _evaluate_at_start
 from openrlhf_bapo.core.replay_pool import ReplayConfig
 
 
@@ -411,3 +412,23 @@ def test_help_shows_openrlhfs_flags_and_ours():
     assert run.returncode == 0
     for flag in ("--rollout.batch_size", "--policy_loss", "--bapo.preset", "--bapo.scope", "--eval.at_start"):
         assert flag in run.stdout
+
+
+@pytest.mark.parametrize(("step", "given", "asked"), [(0, True, 1), (7, True, 0), (0, False, 0)])
+def test_a_run_evaluates_at_its_start_where_asked_to_and_not_again_when_it_is_resumed(step, given, asked):
+    evaluations = []
+
+    class Trainer:  # stands for OpenRLHF's, which needs Ray
+        args = argparse.Namespace(eval=argparse.Namespace(at_start=given, temperature=0.5, n_samples_per_prompt=3))
+        eval_dataloader, generate_kwargs = ["a prompt"], {"temperature": 1.0, "top_p": 0.9}
+
+        def init_checkpoint_states(self) -> dict:
+            return {"global_step": step}
+
+        def evaluate(self, *place, **sampling) -> None:
+            evaluations.append((place, sampling))
+
+    actor_class = argparse.Namespace(__ray_metadata__=argparse.Namespace(modified_class=Trainer))
+    _evaluate_at_start(argparse.Namespace(PPOTrainer=actor_class))
+    assert Trainer().init_checkpoint_states() == {"global_step": step}
+    assert evaluations == asked * [((0,), {"temperature": 0.5, "top_p": 0.9, "n_samples_per_prompt": 3})]

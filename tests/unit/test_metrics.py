@@ -7,6 +7,7 @@ import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.adapter.reward_calls import KINDS
+from openrlhf_bapo.adapter.trainer import _Status
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
@@ -39,3 +40,10 @@ def test_the_metrics_page_has_every_metric_of_the_code_and_none_that_is_gone():
     theirs = {"timing/step_total", "timing/ppo_train", "rollout/reward_mean"}  # OpenRLHF's own
     assert set(named) == logged() - theirs - {"offpolicy/token_frac"}
     assert set(re.findall(rf"`({NAME})`", page)) <= {*named, *theirs, "offpolicy/token_frac"}
+
+
+def test_a_steps_seconds_count_ours_once_as_parts_of_its_training():
+    status = _Status({"timing/generation": 2.0, "timing/ppo_train": 4.0})
+    status |= {"timing/bapo_ratio_forward": 1.0, "timing/bapo_search": 0.5}
+    status["timing/step_total"] = sum(status.values())  # as OpenRLHF's trainer does
+    assert status["timing/step_total"] == 2.0 + 4.0

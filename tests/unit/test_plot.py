@@ -65,6 +65,13 @@ def test_runs_of_one_label_are_a_mean_in_a_band_and_labels_differ_in_more_than_t
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
 
 
+def test_a_run_without_a_label_has_its_folders_name_whether_it_or_its_tensorboard_folder_is_given(tmp_path, figures):
+    for name in ("a", "b"):
+        log(tmp_path / name)
+    plot.main([str(tmp_path / "a"), str(tmp_path / "b/tensorboard"), "-o", str(tmp_path / "curves.png")])
+    assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b"]
+
+
 def test_trls_and_verls_names_are_drawn_where_openrlhfs_are_not_logged_and_nothing_is_drawn_twice(tmp_path, figures):
     log(tmp_path / "ours")
     trls = ["train/reward", "train/entropy", "train/grad_norm"]

@@ -27,8 +27,8 @@ def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
     assert progress.describe("anything else\n") is None
 
 
-def follow(tmp_path, text: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
+def follow(tmp_path, text: str, *flags: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log"), *flags]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
 
 
@@ -38,6 +38,19 @@ def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
     assert (tmp_path / "log").read_text() == text
     assert "noise" not in run.stdout
     assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
+
+
+def test_every_n_shows_the_first_step_and_every_nth_after_it_and_all_evaluations(tmp_path):
+    steps = [STEP.replace("step 7", f"step {number}") for number in range(1, 7)]
+    run = follow(tmp_path, EVALUATION.format(0, 0.25).join(steps) + COMPLETE, "--every", "2")
+    shown = [line[9:].split("  reward")[0] for line in run.stdout.splitlines() if " step  " in line]
+    assert shown == ["step    1", "step    3", "step    5"]
+    assert run.stdout.count("evaluation at step 0") == 5
+
+
+def test_lines_after_a_run_is_complete_do_not_make_it_a_failure(tmp_path):
+    run = follow(tmp_path, STEP + COMPLETE + "Job succeeded\n" * 20)
+    assert run.stderr == "" and run.stdout.splitlines()[-1].endswith(COMPLETE.rstrip())
 
 
 @pytest.mark.parametrize("before", ["starting\n", STEP], ids=["no step", "a step"])
