@@ -4,6 +4,7 @@ Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actor
 without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
 """
 
+import atexit
 import functools
 import importlib
 import itertools
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +39,7 @@ EOS, PAD = 1, 0
 def warm_python() -> str:
     """In place of `python`, where torch, DeepSpeed or vLLM are imported: tests/support/warm_start.py."""
     folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+    atexit.register(shutil.rmtree, folder)
     command = [sys.executable, SUPPORT / "warm_start.py", folder]
     with open(folder / "log", "w") as log:
         template = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -215,11 +216,13 @@ def _main(argv: list[str]) -> None:
     if not argv[0].startswith("-") and Path(argv[0]).is_dir():
         _end_with(parent)
         _serve(_make_client(Path(argv[0])))
-    parent, listener = os.getpid(), _make_client(Path(tempfile.mkdtemp(prefix="warm-start-")))
+    folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
+    parent, listener = os.getpid(), _make_client(folder)
     if not os.fork():
         _end_with(parent)
         _serve(listener)
     listener.close()
+    atexit.register(shutil.rmtree, folder)
     _run(argv)
 
 
