@@ -73,7 +73,8 @@ def test_an_async_runs_failing_reward_is_the_last_thing_said_and_the_first_step_
 def test_an_engine_that_does_not_start_ends_the_run(tmp_path):
     directory = pipeline.make_model(tmp_path)
     (directory / "reward.py").write_text(FAILS_IN_AN_ENGINE)
-    with endings.Run(directory) as run:
+    # A cold start, in which the process that checks the reward file has not imported vLLM.
+    with endings.Run(directory, python=[sys.executable]) as run:
         code, lines = run.end()
     assert code == 1
     said = r"the run has ended: a rollout engine \(RolloutRayActor.*\) did not start: OSError: no licence on this node"
