@@ -466,3 +466,31 @@ def assert_refused(argv: list[str], message: str, capsys) -> None:
     assert call(argv) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_every_problem_is_asked_for_once_with_its_label_and_the_sampling_of_the_flags(monkeypatch):
+    asked = []
+
+    class Engine:
+        """Stands for an engine's Ray actor, and Ray for itself: it notes what it is asked for."""
+
+        class generate_responses:  # noqa: N801
+            @staticmethod
+            def remote(**arguments) -> int:
+                asked.append(arguments)
+                return len(asked)
+
+    ray = Namespace(put=lambda value: value, get=lambda number: number, wait=lambda numbers: (numbers[:1], numbers[1:]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    problems = [evaluation.Problem(f"file:{n}", "sums", {"label": str(n)}) for n in range(40)]
+    texts = {problem.key: f"prompt {problem.key}" for problem in problems}
+    prompts = evaluation.Prompts("tokenizer", texts, False, max_new_tokens=7, max_model_len=9)
+    found = list(evaluation.generate([Engine, Engine], problems, prompts, "label", n=16, temperature=0.6, top_p=0.9))
+    assert sorted(problem.key for problem, _ in found) == sorted(texts)
+    assert {(each["prompt"], each["label"]) for each in asked} == {
+        (texts[problem.key], problem.row["label"]) for problem in problems
+    }
+    for each in asked:
+        sampling = each["sampling_params"]
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.6, 0.9, 7)
+        assert (each["num_samples"], each["max_length"], each["hf_tokenizer"]) == (16, 9, "tokenizer")

@@ -145,6 +145,14 @@ def test_a_token_budget_is_planned_with_its_rollouts_staleness_and_what_is_prefi
     assert "2 x 3 tokens they are dropped" in make_plan(args, shape, Machine()).facts["responses cut"]
 
 
+def test_a_lag_is_planned_with_the_prompts_that_wait(planned):
+    args, shape = copy.deepcopy(planned)
+    assert "lag" not in make_plan(args, shape, Machine()).facts
+    args.offpolicy.lag = 3
+    said = "3 rollouts wait (48 prompts); staleness is 3 from training step 3 on"  # 16 prompts per rollout
+    assert make_plan(args, shape, Machine()).facts["lag"] == said
+
+
 def test_there_is_a_remedy_for_every_phase(planned):
     args, shape = copy.deepcopy(planned)
     args.train.colocate_all = True
