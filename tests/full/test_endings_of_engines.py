@@ -82,15 +82,7 @@ def test_an_engine_that_does_not_start_ends_the_run(tmp_path):
 
 
 def test_an_engine_that_is_killed_is_the_last_thing_said(tmp_path):
-    directory = pipeline.make_model(tmp_path)
-    with endings.Run(directory, ckpt__save_steps=1) as run:
-        run.wait_for("step    2")
-        (victim,) = run.processes("ray::RolloutRayActor")
-        victim.kill()
-        code, lines = run.end()
-    assert code == 1
-    died = rf"a rollout engine \(RolloutRayActor, pid {victim.pid}, ip [\d.]+\) died"
-    endings.assert_says(lines, directory, f"{died}; killed from outside")
+    endings.assert_a_killed_process_is_said(tmp_path, "RolloutRayActor", "a rollout engine")
 
 
 def test_an_engine_that_dies_before_the_weights_are_sent_is_the_last_thing_said(tmp_path):

@@ -12,15 +12,7 @@ def test_a_reward_function_that_fails_in_the_second_step_is_the_last_thing_said_
 
 
 def test_an_actor_that_is_killed_is_the_last_thing_said(tmp_path):
-    directory = pipeline.make_model(tmp_path)
-    with endings.Run(directory, ckpt__save_steps=1) as run:
-        run.wait_for("step    2")
-        (victim,) = run.processes("ray::PolicyModelActor")
-        victim.kill()
-        code, lines = run.end()
-    assert code == 1
-    died = rf"an actor's process, which trains \(PolicyModelActor, pid {victim.pid}, ip [\d.]+\) died"
-    endings.assert_says(lines, directory, f"{died}; killed from outside")
+    endings.assert_a_killed_process_is_said(tmp_path, "PolicyModelActor", "an actor's process, which trains")
 
 
 def test_sigterm_and_ctrl_c_finish_the_step_save_it_and_a_resumed_run_goes_on_from_there(tmp_path):

@@ -109,3 +109,21 @@ def assert_a_failing_reward_is_said_and_the_first_step_is_saved(directory: Path,
     assert "Traceback" in log
     bars = {bar for line in log.splitlines() if (bar := describe_bar(line))}
     assert {"  generate samples: 16 of 16 prompts", "  train epoch [1/1]: 8 of 8 micro-batches of a rank"} <= bars
+
+
+def assert_a_killed_process_is_said(directory: Path, name: str, what: str) -> None:
+    """A Ray actor is killed in the third step.
+
+    Args:
+        name: its class.
+        what: how a user knows it.
+    """
+    pipeline.make_model(directory)
+    with Run(directory, ckpt__save_steps=1) as run:
+        run.wait_for("step    2")
+        (victim,) = run.processes(f"ray::{name}")
+        victim.kill()
+        code, lines = run.end()
+    assert code == 1
+    died = rf"{what} \({name}, pid {victim.pid}, ip [\d.]+\) died"
+    assert_says(lines, directory, f"{died}; killed from outside")
