@@ -3,7 +3,7 @@
 To change the reward, wrap the function; OpenRLHF takes any `reward_func` that it finds in this file. For example, to
 punish responses without a box:
 
-    from openrlhf_bapo.adapter import math_reward
+    from openrlhf_bapo.math_tasks import reward as math_reward
 
     def reward_func(queries, prompts, labels, **kwargs):
         result = math_reward.reward_func(queries, prompts, labels, **kwargs)
@@ -15,4 +15,4 @@ punish responses without a box:
     math_reward.GRADER = MathGrader(num_workers=8, time_limit=10.0)  # from openrlhf_bapo.math_tasks.grader
 """
 
-from openrlhf_bapo.adapter.math_reward import reward_func  # noqa: F401
+from openrlhf_bapo.math_tasks.reward import reward_func  # noqa: F401

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what `__getattr__` finds
-    from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss  # noqa: F401
-    from openrlhf_bapo.adapter.registration import register  # noqa: F401
     from openrlhf_bapo.core.clip_bounds import (  # noqa: F401
         ClipBounds,
         ClipConfig,
@@ -23,9 +21,11 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         tally_contributions,
     )
     from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds  # noqa: F401
+    from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
+    from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
 
 _MODULES = {
-    "BapoPolicyLoss": "openrlhf_bapo.adapter.policy_loss",
+    "BapoPolicyLoss": "openrlhf_bapo.openrlhf.policy_loss",
     "ClipBounds": "openrlhf_bapo.core.clip_bounds",
     "ClipConfig": "openrlhf_bapo.core.clip_bounds",
     "ContributionTally": "openrlhf_bapo.core.clip_bounds",
@@ -33,7 +33,7 @@ _MODULES = {
     "SteadyBounds": "openrlhf_bapo.core.steady_bounds",
     "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "measure_clip_bounds": "openrlhf_bapo.core.clip_bounds",
-    "register": "openrlhf_bapo.adapter.registration",
+    "register": "openrlhf_bapo.openrlhf.registration",
     "solve_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "tally_at_bounds": "openrlhf_bapo.core.clip_bounds",
     "tally_contributions": "openrlhf_bapo.core.clip_bounds",
@@ -54,4 +54,4 @@ def register_in_vllm() -> None:
     Those of OpenRLHF that are no Ray workers are reached in no other way; without OpenRLHF there is nothing to do.
     """
     if importlib.util.find_spec("openrlhf"):
-        importlib.import_module("openrlhf_bapo.adapter.registration").register()
+        importlib.import_module("openrlhf_bapo.openrlhf.registration").register()

@@ -130,7 +130,7 @@ def compute_policy_loss_bapo(
         )
     ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()  # as verl's
     weight = response_mask
-    if loss_agg_mode == "seq-mean-token-mean" and update.config.target_kind == "share":  # as in OpenRLHF's adapter
+    if loss_agg_mode == "seq-mean-token-mean" and update.config.target_kind == "share":  # as with OpenRLHF
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
     if update.is_searching:
         update.tallies.append(tally_contributions(ratio, advantages, weight, update.config))

@@ -29,10 +29,10 @@ TESTS = {
     "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
-    "adapter/flags.py": ["test_flags.py"],
-    "adapter/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
-    "adapter/experience_maker.py": ["test_experience_maker.py"],
-    "adapter/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],
+    "command/flags.py": ["test_flags.py"],
+    "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
+    "openrlhf/experience_maker.py": ["test_experience_maker.py"],
+    "openrlhf/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],
 }
 
 # Loads everything anew for OpenRLHF's own trainer.
@@ -143,7 +143,7 @@ def _change(source: str, mutated: str) -> str:
 
 def load_frameworks() -> None:
     """Import what every test would import, but neither OpenRLHF, which holds our hooks, nor what is mutated."""
-    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     for name in (*FRAMEWORKS, "_hypothesis_pytestplugin", "hypothesis.stateful", "pytest"):
         importlib.import_module(name)
     gc.freeze()

@@ -1,1 +1,1 @@
-"""The command line: thin over the adapter."""
+"""The command line: one command per file."""

@@ -9,9 +9,9 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TextIO
 
-from openrlhf_bapo.adapter import evaluation
-from openrlhf_bapo.adapter.flags import FlagError, exit_with_one_line
-from openrlhf_bapo.adapter.input_files import try_file
+from openrlhf_bapo.command import evaluation
+from openrlhf_bapo.command.flags import FlagError, exit_with_one_line
+from openrlhf_bapo.command.input_files import try_file
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 # Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.

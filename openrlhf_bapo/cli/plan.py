@@ -7,9 +7,9 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-from openrlhf_bapo.adapter.flags import exit_with_one_line
-from openrlhf_bapo.adapter.input_files import warn
-from openrlhf_bapo.adapter.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
+from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.command.input_files import warn
+from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {
     "gpu_memory": "of one GPU, in GiB",
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> None:
             parser.error(f"--plan.{name} {value}: allowed: above 0")
     given_model = ours.pop("model")
 
-    from openrlhf_bapo.adapter import checks
-    from openrlhf_bapo.adapter.arguments import parse
+    from openrlhf_bapo.command import checks
+    from openrlhf_bapo.command.arguments import parse
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF's remarks
         args = parse(training, checks.FILES)

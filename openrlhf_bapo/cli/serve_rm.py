@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
+import openrlhf_bapo.openrlhf  # noqa: F401  (OpenRLHF on CPU)
 
 UPSTREAM = "openrlhf.cli.serve_rm"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openrlhf_bapo.adapter.flags import exit_with_one_line
+from openrlhf_bapo.command.flags import exit_with_one_line
 
 FIXED = (0.8, 1.2)
 """The range that a run is compared with, PPO's."""

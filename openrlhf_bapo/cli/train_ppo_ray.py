@@ -8,10 +8,10 @@ import sys
 import traceback
 from typing import NoReturn
 
-from openrlhf_bapo.adapter.arguments import run_upstream
-from openrlhf_bapo.adapter.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
-from openrlhf_bapo.adapter.plan import warn_of_small_disks
-from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
+from openrlhf_bapo.command.arguments import run_upstream
+from openrlhf_bapo.command.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
+from openrlhf_bapo.command.plan import warn_of_small_disks
+from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,7 +47,7 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
     """Say what has ended the run, after all that its processes say."""
     import ray
 
-    from openrlhf_bapo.adapter.failures import describe_failure
+    from openrlhf_bapo.command.failures import describe_failure
 
     leave_signals()
     traceback.print_exception(error)
@@ -67,8 +67,8 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
     import ray
     import torch
 
-    from openrlhf_bapo.adapter import cpu
-    from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK
+    from openrlhf_bapo.openrlhf import cpu
+    from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK
 
     resources = {}
     if not torch.cuda.is_available() and not os.environ.get("RAY_ADDRESS"):

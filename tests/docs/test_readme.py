@@ -7,7 +7,7 @@ import shlex
 import pipeline
 import pytest
 
-from openrlhf_bapo.adapter.flags import add_flags
+from openrlhf_bapo.command.flags import add_flags
 
 DOCS = pipeline.REPOSITORY / "docs"
 PAGES = [pipeline.REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]

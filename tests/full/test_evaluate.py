@@ -20,9 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_bapo.adapter import evaluation
-from openrlhf_bapo.adapter.input_files import try_file
 from openrlhf_bapo.cli import evaluate
+from openrlhf_bapo.command import evaluation
+from openrlhf_bapo.command.input_files import try_file
 from openrlhf_bapo.math_tasks.metrics import GradedResponse, evaluation_metrics
 
 N, MAX_NEW_TOKENS, UNGRADED_LABEL = 4, 24, "11"
@@ -358,7 +358,7 @@ def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
 
 HOLDER = """
 import json, os, sys, time
-from openrlhf_bapo.adapter.evaluation import EvaluationRecord
+from openrlhf_bapo.command.evaluation import EvaluationRecord
 record = EvaluationRecord(sys.argv[1], {})
 child = os.fork()
 if child:

@@ -47,7 +47,7 @@ def _generate_greedily(directory: Path) -> None:
     stopped at any moment."""
     import asyncio
 
-    from openrlhf_bapo.adapter import evaluation
+    from openrlhf_bapo.command import evaluation
 
     prompts = [json.loads(line)["input"] for line in open(directory / "train.jsonl")][:40]
 

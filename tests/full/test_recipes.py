@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf_bapo.adapter.plan import REMEDIES, Machine, make_plan, read_shape
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.command.plan import REMEDIES, Machine, make_plan, read_shape
 
 BIN = Path(sys.executable).parent
 README = (pipeline.REPOSITORY / "README.md").read_text()

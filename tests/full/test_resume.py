@@ -7,7 +7,7 @@ import pipeline
 import recordings
 import torch
 
-from openrlhf_bapo.adapter.replay_checkpoint import use_checkpoint
+from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 
 QUICKER = {"TORCHDYNAMO_DISABLE": "1"}  # a step would wait for compilers, and here for nothing else
 

@@ -9,8 +9,8 @@ import pytest
 import recordings
 import replay
 
-from openrlhf_bapo.adapter.flags import replay_config_from_args
-from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, load_steady_bounds, pool_directory
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, load_steady_bounds, pool_directory
+from openrlhf_bapo.openrlhf.settings import replay_config_from_args
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pipeline
 
-from openrlhf_bapo.adapter.reward_calls import KINDS
+from openrlhf_bapo.openrlhf.reward_calls import KINDS
 
 
 def test_async_training_outlasts_a_restart_of_the_server_and_drops_a_group_that_got_nan(tmp_path, serve):

@@ -11,7 +11,7 @@ import pipeline
 import recordings
 import torch
 
-from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_unfinished
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 96, 4, 112
 

@@ -126,7 +126,7 @@ def flags(directory: Path, **overrides) -> list[str]:
 
 def parse(argv: list[str]) -> Namespace:
     """Arguments as OpenRLHF's main block makes them from its flags and ours: parsed, checked, nested."""
-    from openrlhf_bapo.adapter import arguments
+    from openrlhf_bapo.command import arguments
 
     return arguments.parse(argv)
 
@@ -194,7 +194,7 @@ def response(num_tokens: int = 2, reward=0.5, version: int | list[int] = 0, log_
 
 def samples_generator(args: Namespace):
     """Our SamplesGenerator for `args`, without data and engines."""
-    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+    from openrlhf_bapo.openrlhf.samples_generator import VersionedSamplesGenerator
 
     return VersionedSamplesGenerator(Namespace(args=args), None, None, tokenizer=None, vllm_engines=None)
 
@@ -260,7 +260,7 @@ def _actor_server(trainer: str) -> subprocess.Popen:
 
 
 def _serve_actors(trainer: str) -> None:
-    import openrlhf_bapo.adapter  # noqa: F401  (OpenRLHF on CPU)
+    import openrlhf_bapo.openrlhf  # noqa: F401  (OpenRLHF on CPU)
     from openrlhf_bapo import register
 
     answers = os.fdopen(os.dup(1), "w")
@@ -317,7 +317,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
 
     if precision == "fp32":  # which OpenRLHF does not offer
         utils.convert_to_torch_dtype = lambda _: torch.float32
-    if our_loss := sys.modules.get("openrlhf_bapo.adapter.policy_loss"):
+    if our_loss := sys.modules.get("openrlhf_bapo.openrlhf.policy_loss"):
         our_loss.time = Namespace(perf_counter=itertools.count(0.0).__next__)
     args.ds.param_dtype = precision
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)

@@ -72,7 +72,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _import_libraries() -> None:
-    import openrlhf_bapo.adapter  # noqa: F401  (its hooks come before the modules that they change, as in a cold start)
+    import openrlhf_bapo.openrlhf  # noqa: F401  (its hooks come before the modules that they change, as in a cold start)
 
     sys.modules["ray"] = None  # its library reads the environment of its process as it is loaded
     for name in MODULES:

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 
-from openrlhf_bapo.adapter.trainer import lengths_by_sign
+from openrlhf_bapo.openrlhf.trainer import lengths_by_sign
 
 SCRIPTS = ("qwen32b", "qwen7b", "octothinker3b", "async_partial", "partial")
 

@@ -1,4 +1,4 @@
-"""Every upstream name and signature that the adapter relies on exists in the installed OpenRLHF, DeepSpeed and vLLM.
+"""Every upstream name and signature that our seams rely on exists in the installed OpenRLHF, DeepSpeed and vLLM.
 
 Read from their source: in memory our own functions already stand in the seams.
 """
@@ -202,7 +202,7 @@ def test_a_name_we_rely_on_is_there_with_its_parameters(module, name, parameters
     scope = ast.parse(source(module))
     for part in name.split("."):
         named = [node for node in scope.body if getattr(node, "name", None) == part]
-        assert named, f"{module} no longer has {name}: the adapter relies on it"
+        assert named, f"{module} no longer has {name}: our seams rely on it"
         scope = named[-1]
     have = [argument.arg for argument in scope.args.posonlyargs + scope.args.args + scope.args.kwonlyargs]
     missing = [parameter for parameter in parameters if parameter not in have]

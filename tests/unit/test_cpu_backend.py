@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils import is_flash_attn_2_available
 
-from openrlhf_bapo.adapter.cpu import flash_attn
+from openrlhf_bapo.openrlhf.cpu import flash_attn
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is off where CUDA is available")
 
@@ -64,7 +64,7 @@ def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_re
 @without_cuda
 def test_the_users_environment_wins():
     code = (
-        "import os, openrlhf_bapo.adapter, torch;"
+        "import os, openrlhf_bapo.openrlhf, torch;"
         "print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['DS_ACCELERATOR'])"
     )
     run = subprocess.run(
@@ -83,7 +83,7 @@ def test_nothing_is_changed_where_cuda_is_available():
 import torch
 torch.cuda.is_available = lambda: True
 before = {name: getattr(torch.cuda, name) for name in ("current_device", "synchronize", "set_device")}
-import openrlhf_bapo.adapter, os, sys
+import openrlhf_bapo.openrlhf, os, sys
 assert all(getattr(torch.cuda, name) is function for name, function in before.items())
 assert "DS_ACCELERATOR" not in os.environ and "flash_attn.bert_padding" not in sys.modules
 """

@@ -8,9 +8,9 @@ import shutil
 import pipeline
 import pytest
 
-from openrlhf_bapo.adapter.failures import describe_failure
-from openrlhf_bapo.adapter.plan import disk_terms, disk_warnings, read_shape
 from openrlhf_bapo.cli import plan
+from openrlhf_bapo.command.failures import describe_failure
+from openrlhf_bapo.command.plan import disk_terms, disk_warnings, read_shape
 from openrlhf_bapo.planning import memory
 
 
@@ -78,7 +78,7 @@ def test_a_full_disk_is_named_with_the_bytes_that_a_checkpoint_takes(tmp_path):
             (tmp_path / kind / f"global_step{step}").mkdir(parents=True)
             (tmp_path / kind / f"global_step{step}/file").write_bytes(bytes(step * size))
     (tmp_path / "_actor/latest").write_text("global_step2")
-    from openrlhf_bapo.adapter import failures
+    from openrlhf_bapo.command import failures
 
     little, failures._LITTLE_SPACE = failures._LITTLE_SPACE, math.inf  # any disk counts as full
     try:

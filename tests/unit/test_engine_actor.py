@@ -22,7 +22,7 @@ def make_actor():
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from openrlhf_bapo.adapter.vllm_engine import VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import VersionedEngine
 
     async def loaded(*_, **__): ...
 
@@ -85,7 +85,7 @@ def test_a_policy_version_is_a_whole_weight_update_however_many_parameters_it_ha
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
 def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
-    from openrlhf_bapo.adapter.vllm_engine import _SEGMENTS, VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import _SEGMENTS, VersionedEngine
 
     class Engine:
         """Loads some updates, then yields some tokens more, and so on."""

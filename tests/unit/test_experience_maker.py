@@ -43,7 +43,7 @@ def make_maker(directory, **flags):
     """Our experience maker as OpenRLHF's trainer builds it: 4 prompts x 4 samples, optimizer steps of 8."""
     from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
-    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
+    from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
 
     settings = dict(
         policy_loss="bapo",
@@ -176,7 +176,7 @@ def test_under_a_token_budget_tokens_of_older_versions_alone_have_the_engines_de
 
 
 def test_what_a_rollout_reports_is_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
-    from openrlhf_bapo.adapter.partial_rollouts import RolloutSamples
+    from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
 
     maker = make_maker(tmp_path, partial__token_budget=9)
     unfinished = object()
@@ -260,7 +260,7 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
 
 
 def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_age(tmp_path):
-    from openrlhf_bapo.adapter.experience_maker import _to_group
+    from openrlhf_bapo.openrlhf.experience_maker import _to_group
 
     made = pipeline.make_experience([3, 5], seed=1)
     for sample in made:
@@ -422,8 +422,8 @@ def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
 
 
 def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_path):
-    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, remove_pruned
-    from openrlhf_bapo.adapter.trainer import _save_pools_first
+    from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, remove_pruned
+    from openrlhf_bapo.openrlhf.trainer import _save_pools_first
 
     maker = make_maker(tmp_path, replay__ratio=0.5, ckpt__path=tmp_path / "ckpt")
     maker.make_experience_batch(rollout(maker))
@@ -470,8 +470,8 @@ def test_pools_of_checkpoints_that_a_best_one_has_pushed_out_go_at_once(tmp_path
 
 
 def test_a_run_resumes_the_newest_checkpoint_for_which_everything_is_whole_and_says_so(tmp_path, capsys):
-    from openrlhf_bapo.adapter.arguments import parse
-    from openrlhf_bapo.adapter.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
+    from openrlhf_bapo.command.arguments import parse
+    from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
 
     path = tmp_path / "ckpt"
     flags = dict(replay__ratio=1, ckpt__path=path, critic__model_name_or_path=tmp_path / "model")

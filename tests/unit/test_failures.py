@@ -9,12 +9,12 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_bapo.adapter.failures import describe_failure
-from openrlhf_bapo.adapter.interrupts import Interrupted
+from openrlhf_bapo.command.failures import describe_failure
+from openrlhf_bapo.openrlhf.interrupts import Interrupted
 
 ENDING = """
 import sys, time, ray
-from openrlhf_bapo.adapter.interrupts import catch_signals
+from openrlhf_bapo.command.interrupts import catch_signals
 from openrlhf_bapo.cli import train_ppo_ray
 
 signals = []

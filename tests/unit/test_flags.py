@@ -10,16 +10,15 @@ import pipeline
 import pytest
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig
-from openrlhf_bapo.adapter.flags import (
-    add_flags,
-    check_flags,
+from openrlhf_bapo.command.flags import add_flags, check_flags
+from openrlhf_bapo.core.replay_pool import ReplayConfig
+from openrlhf_bapo.openrlhf.settings import (
     clip_config_from_args,
     is_off_policy,
     replay_config_from_args,
     smoothing_config_from_args,
 )
-from openrlhf_bapo.adapter.registration import _evaluate_at_start
-from openrlhf_bapo.core.replay_pool import ReplayConfig
+from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
     )
     assert run.returncode == 2
     loaded = {line.split("|")[-1].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
-    assert "openrlhf_bapo.adapter.flags" in loaded
+    assert "openrlhf_bapo.command.flags" in loaded
     assert not loaded & {"ray", "vllm", "deepspeed", "transformers", "openrlhf.models"}
 
 
@@ -429,6 +428,6 @@ def test_a_run_evaluates_at_its_start_where_asked_to_and_not_again_when_it_is_re
             evaluations.append((place, sampling))
 
     actor_class = argparse.Namespace(__ray_metadata__=argparse.Namespace(modified_class=Trainer))
-    _evaluate_at_start(argparse.Namespace(PPOTrainer=actor_class))
+    evaluate_at_start(argparse.Namespace(PPOTrainer=actor_class))
     assert Trainer().init_checkpoint_states() == {"global_step": step}
     assert evaluations == asked * [((0,), {"temperature": 0.5, "top_p": 0.9, "n_samples_per_prompt": 3})]

@@ -17,8 +17,8 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from pipeline import REPOSITORY, free_port, running
 from test_math_answers import group_processes, wait_until_none_is_left
 
-from openrlhf_bapo.adapter import math_reward
 from openrlhf_bapo.cli import serve_math_reward
+from openrlhf_bapo.math_tasks import reward as math_reward
 
 COMMAND = [sys.executable, "-m", "openrlhf_bapo.cli.serve_math_reward"]
 PROMPT = "<|im_start|>user\nHow much is it? Answer in \\boxed{0}.<|im_end|>\n<|im_start|>assistant\n"

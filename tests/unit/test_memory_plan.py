@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo.adapter.plan import Machine, make_plan, num_ratio_forwards
+from openrlhf_bapo.command.plan import Machine, make_plan, num_ratio_forwards
 from openrlhf_bapo.planning import memory as plan
 from openrlhf_bapo.planning import time
 
@@ -205,7 +205,7 @@ WIDE = replace(
 
 @pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.1])
 def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monkeypatch):
-    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     from openrlhf.models import Actor, actor
 
     # Elsewhere in this process torch.compile may be on; what it saves is another matter.
@@ -690,7 +690,7 @@ def _gradients_and_bucket(engine) -> tuple[int, int]:
 
 def _measure_all(directory: Path) -> None:
     """Every rank of a world of one and of two is a fork, after the imports, which take longest."""
-    importlib.import_module("openrlhf_bapo.adapter")  # OpenRLHF on CPU
+    importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     importlib.import_module("openrlhf.trainer.ray.ppo_actor")
     fork = multiprocessing.get_context("fork")
     ports = {1: pipeline.free_port(), 2: pipeline.free_port()}

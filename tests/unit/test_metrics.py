@@ -6,12 +6,12 @@ import pipeline
 import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.adapter.reward_calls import KINDS
-from openrlhf_bapo.adapter.trainer import _Status
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
+from openrlhf_bapo.openrlhf.reward_calls import KINDS
+from openrlhf_bapo.openrlhf.trainer import _Status
 
 GROUPS = "bapo|offpolicy|partial|replay|reward_fault|rollout|timing"
 NAME = rf"(?:{GROUPS})/[a-z_]+"
@@ -26,7 +26,7 @@ def logged() -> set[str]:
     found |= {f"reward_fault/{kind}" for kind in (*KINDS, "left_over")}
     found |= {f"offpolicy/{name}" for name in ("nonfinite_tokens", "updates_skipped")}
     found |= {f"rollout/response_length_{sign}_mean" for sign in ("positive", "negative")}
-    for file in (pipeline.REPOSITORY / "openrlhf_bapo" / "adapter").glob("*.py"):
+    for file in (pipeline.REPOSITORY / "openrlhf_bapo" / "openrlhf").glob("*.py"):
         found |= set(re.findall(rf'"({NAME})"', file.read_text()))
     return {re.sub(r"/staleness_\d.*", "", name) for name in found}
 

@@ -123,7 +123,7 @@ def test_an_update_whose_loss_is_not_finite_on_one_rank_is_skipped_on_all_and_le
 
 
 def checks_of_a_rank(rank: int, num_ranks: int, port: int, argument) -> list[bool]:
-    from openrlhf_bapo.adapter.skipped_updates import _is_finite_everywhere
+    from openrlhf_bapo.openrlhf.skipped_updates import _is_finite_everywhere
 
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=num_ranks, rank=rank)
     return [_is_finite_everywhere([torch.ones(3), torch.full((2,), value if rank else 1)]) for value in argument]
@@ -174,7 +174,7 @@ def test_a_training_step_without_any_finite_token_ends_the_run(directory):
 
 @given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([torch.long, torch.bool]))
 def test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out(seed, dtype, mask_dtype):
-    from openrlhf_bapo.adapter.policy_loss import leave_out_nonfinite
+    from openrlhf_bapo.openrlhf.policy_loss import leave_out_nonfinite
 
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randn(2, 3, 5, generator=generator, dtype=dtype)

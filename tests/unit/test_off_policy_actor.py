@@ -9,7 +9,7 @@ import torch
 from reference import contributions, search
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.adapter.trainer import _with_replayed_steps_in_the_seeds_order
+from openrlhf_bapo.openrlhf.trainer import _with_replayed_steps_in_the_seeds_order
 
 LENGTHS = [3, 5, 2, 7, 1, 4, 6, 2]
 POSITIVE = [True, False] * 4

@@ -49,7 +49,7 @@ class ScriptedEngine:
         return Done(self.llm.policy_version)
 
     def _limit_rewards(self, patience: float, timeout: float):
-        from openrlhf_bapo.adapter.vllm_engine import limit_rewards
+        from openrlhf_bapo.openrlhf.vllm_engine import limit_rewards
 
         return Done(limit_rewards(self, patience, timeout))
 
@@ -57,13 +57,13 @@ class ScriptedEngine:
         return Done(0)
 
     def _generate_responses(self, **request):
-        from openrlhf_bapo.adapter.vllm_engine import generate_responses
+        from openrlhf_bapo.openrlhf.vllm_engine import generate_responses
 
         self.is_stopping = False
         return Ref(lambda: asyncio.run(generate_responses(self, **request)))
 
     def _stop_growing(self):
-        from openrlhf_bapo.adapter.vllm_engine import stop_growing
+        from openrlhf_bapo.openrlhf.vllm_engine import stop_growing
 
         return Done(asyncio.run(stop_growing(self)))
 
@@ -72,13 +72,13 @@ class ScriptedEngine:
         self.is_stopping = True
 
     def _grow_responses(self, **request):
-        from openrlhf_bapo.adapter.vllm_engine import grow_responses
+        from openrlhf_bapo.openrlhf.vllm_engine import grow_responses
 
         self.is_stopping = False
         return Ref(lambda: asyncio.run(grow_responses(self, **request)))
 
     async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
-        from openrlhf_bapo.adapter.vllm_engine import _NAME, _SEGMENTS
+        from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS
 
         self.names.append(_NAME.get())
         self.params.append(params)
@@ -125,7 +125,7 @@ def without_ray(monkeypatch):
     from openrlhf.trainer.ppo_utils import samples_generator
     from openrlhf.trainer.ray import vllm_engine
 
-    from openrlhf_bapo.adapter import partial_rollouts
+    from openrlhf_bapo.openrlhf import partial_rollouts
 
     def get(refs):
         return [ref.work() for ref in refs] if isinstance(refs, list) else refs.work()
@@ -145,7 +145,7 @@ def make_generator(directory, num_prompts=20, lengths=None, num_engines=2, **fla
     from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import AutoTokenizer
 
-    from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
+    from openrlhf_bapo.openrlhf.partial_rollouts import make_samples_generator
 
     settings = dict(
         policy_loss="bapo",
@@ -416,7 +416,7 @@ def test_evaluation_has_no_budget_and_leaves_unfinished_responses_alone(director
 
 def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
     """Flags of a run that resumes a checkpoint with the generator's unfinished responses."""
-    from openrlhf_bapo.adapter.replay_checkpoint import _partial_fingerprint
+    from openrlhf_bapo.openrlhf.replay_checkpoint import _partial_fingerprint
 
     (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
     (directory / "ckpt/_actor/latest").write_text("global_step1")
@@ -426,7 +426,7 @@ def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
 
 
 def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_path_factory):
-    from openrlhf_bapo.adapter.replay_checkpoint import load_unfinished
+    from openrlhf_bapo.openrlhf.replay_checkpoint import load_unfinished
 
     generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
     publish(generator)
@@ -465,7 +465,7 @@ def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(d
 
 
 def test_without_a_budget_there_is_no_pool(directory):
-    from openrlhf_bapo.adapter.samples_generator import VersionedSamplesGenerator
+    from openrlhf_bapo.openrlhf.samples_generator import VersionedSamplesGenerator
 
     generator = make_generator(directory, partial__token_budget=0)
     assert type(generator) is VersionedSamplesGenerator and not hasattr(generator, "pool")

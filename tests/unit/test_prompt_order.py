@@ -107,7 +107,7 @@ def test_every_segment_of_every_response_has_a_name_of_its_own(tmp_path):
 
 
 def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the_same():
-    from openrlhf_bapo.adapter.vllm_engine import _NAME, _SEGMENTS, VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS, VersionedEngine
 
     seeds = []
 

@@ -9,7 +9,7 @@ import pipeline
 import pytest
 import torch
 
-from openrlhf_bapo.adapter.reward_calls import FAILED_REWARD, KINDS, RewardLimits
+from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, KINDS, RewardLimits
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_a_dead_server_is_left_out_while_another_answers_and_asked_again_later(s
 
 
 def test_pauses_grow_and_calls_under_way_at_once_count_as_one_failure():
-    from openrlhf_bapo.adapter.reward_calls import _Server
+    from openrlhf_bapo.openrlhf.reward_calls import _Server
 
     server, pauses = _Server("http://a"), []
     for _ in range(9):

@@ -19,8 +19,8 @@ from matplotlib import pyplot
 from pyarrow import parquet
 from test_off_policy_actor import LENGTHS, LOG_RATIOS, STALENESS, one_update, stale_samples
 
-from openrlhf_bapo.adapter import token_dump
 from openrlhf_bapo.cli import tokens
+from openrlhf_bapo.openrlhf import token_dump
 
 # ---- The sample ----
 

@@ -45,7 +45,7 @@ def directory(tmp_path):
 def without_ray_or_signals(monkeypatch):
     from openrlhf.trainer import ppo_trainer
 
-    from openrlhf_bapo.adapter import interrupts
+    from openrlhf_bapo.openrlhf import interrupts
 
     monkeypatch.setattr(interrupts, "_is_interrupted", lambda: False)
     monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))

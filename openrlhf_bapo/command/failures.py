@@ -9,7 +9,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from openrlhf_bapo.adapter.interrupts import Interrupted
+from openrlhf_bapo.openrlhf.interrupts import Interrupted
 
 PROCESSES = {
     "RolloutRayActor": "a rollout engine",

@@ -1,4 +1,4 @@
-"""Our flags beside OpenRLHF's: definition, checks before anything starts, and the way back to a ClipConfig."""
+"""Our flags beside OpenRLHF's: their definition, and their checks before anything starts."""
 
 import argparse
 import math
@@ -10,11 +10,10 @@ from typing import NoReturn
 from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
-from openrlhf_bapo.core.steady_bounds import AVERAGES, SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.steady_bounds import AVERAGES, SteadyBounds
+from openrlhf_bapo.openrlhf.settings import SCOPES, TOKEN_WEIGHTS, smoothing_config
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
-SCOPES = ("update", "micro_batch")
-TOKEN_WEIGHTS = ("none", "rollout_prob")
 RATIO_BASES = ("auto", "recomputed", "rollout")
 
 _UNCUT = 2**31 - 1
@@ -297,14 +296,9 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: s
     if scope == "micro_batch":
         raise FlagError(f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {scope}")
     try:
-        SteadyBounds(config, _smoothing_config(half_life, given))
+        SteadyBounds(config, smoothing_config(half_life, given))
     except ValueError as error:
         raise FlagError(f"--bapo.smoothing_{error}") from None
-
-
-def _smoothing_config(half_life: float, given: dict) -> SmoothingConfig:
-    start = given.get("smoothing_start")
-    return SmoothingConfig(half_life, given["smoothing_of"], None if start is None else tuple(start))
 
 
 def _check_dump_tokens(values: dict, every: int, policy_loss: str) -> None:
@@ -419,31 +413,6 @@ def _config(kind: type, values: dict, group: str):
         return kind(**{field.name: values[f"{group}.{field.name}"] for field in fields(kind)})
     except ValueError as error:
         raise FlagError(f"--{group}.{error}") from None
-
-
-def is_off_policy(args: Namespace) -> bool:
-    """Whether samples must know their versions and the engine's log-probs; `args` as OpenRLHF nests them."""
-    return args.offpolicy.ratio_base is not None
-
-
-def replay_config_from_args(replay: Namespace) -> ReplayConfig:
-    """The pool's settings from `args.replay`."""
-    return ReplayConfig(**{field.name: getattr(replay, field.name) for field in fields(ReplayConfig)})
-
-
-def partial_config_from_args(partial: Namespace) -> PartialConfig:
-    """The budget's settings from `args.partial`."""
-    return PartialConfig(**{field.name: getattr(partial, field.name) for field in fields(PartialConfig)})
-
-
-def clip_config_from_args(bapo: Namespace) -> ClipConfig:
-    """The search's settings from `args.bapo`, as `resolve_flags` left them."""
-    return ClipConfig(**{field.name: getattr(bapo, field.name) for field in fields(ClipConfig)})
-
-
-def smoothing_config_from_args(bapo: Namespace) -> SmoothingConfig | None:
-    """How slowly the bounds follow, from `args.bapo`; None: found anew in every update."""
-    return _smoothing_config(bapo.smoothing, vars(bapo)) if bapo.smoothing else None
 
 
 def exit_with_one_line(message: str) -> NoReturn:

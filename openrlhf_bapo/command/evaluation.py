@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from openrlhf_bapo.adapter.flags import FlagError
-from openrlhf_bapo.adapter.input_files import check_model, check_python_file, check_row, is_url, json_value
-from openrlhf_bapo.adapter.registration import WORKER_SETUP_HOOK, register
+from openrlhf_bapo.command.flags import FlagError
+from openrlhf_bapo.command.input_files import check_model, check_python_file, check_row, is_url, json_value
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
+from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK, register
 
 MAX_NEW_TOKENS = 32768
 """Of a response, where neither --max_new_tokens nor the model's length says less."""
@@ -155,7 +155,7 @@ def reward_endpoints(reward: str | None) -> list[str]:
         FlagError: if it is neither a file that is there nor URLs.
     """
     if reward is None:
-        return [importlib.util.find_spec("openrlhf_bapo.adapter.math_reward").origin]
+        return [importlib.util.find_spec("openrlhf_bapo.math_tasks.reward").origin]
     allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
     if reward.endswith(".py"):
         check_python_file("--reward", reward, allowed)

@@ -1,11 +1,9 @@
-"""OpenRLHF's ActorPPOTrainer with BAPO's loss, bounds per optimizer step, and metrics of bounds, share and staleness.
-
-Importing this module puts both of its classes into their seams in `openrlhf.trainer.ray.ppo_actor`.
-"""
+"""OpenRLHF's ActorPPOTrainer with BAPO's loss and metrics, and clip bounds per optimizer step."""
 
 import functools
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 from openrlhf.models import PolicyLoss
@@ -14,14 +12,14 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
-from openrlhf_bapo.adapter.flags import clip_config_from_args, is_off_policy, smoothing_config_from_args
-from openrlhf_bapo.adapter.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
-from openrlhf_bapo.adapter.replay_checkpoint import load_steady_bounds, save_steady_bounds
-from openrlhf_bapo.adapter.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
-from openrlhf_bapo.adapter.token_dump import TokenDump
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import ClipConfig, ContributionTally
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_steady_bounds, save_steady_bounds
+from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy, smoothing_config_from_args
+from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
+from openrlhf_bapo.openrlhf.token_dump import TokenDump
 
 
 class UpdateWindowLoader(DataLoader):
@@ -313,8 +311,10 @@ def _counting_global_steps(init_model_from_pretrained):
     return init
 
 
-_policy_model_actor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
-_policy_model_actor.init_model_from_pretrained = _counting_global_steps(_policy_model_actor.init_model_from_pretrained)
-_policy_model_actor.save_checkpoint = _saving_steady_bounds(_policy_model_actor.save_checkpoint)
-ppo_actor.ActorPPOTrainer = BapoActorTrainer
-ppo_actor.DataLoader = UpdateWindowLoader
+def use_actor_trainer(upstream: ModuleType) -> None:
+    """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
+    actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
+    actor.init_model_from_pretrained = _counting_global_steps(actor.init_model_from_pretrained)
+    actor.save_checkpoint = _saving_steady_bounds(actor.save_checkpoint)
+    upstream.ActorPPOTrainer = BapoActorTrainer
+    upstream.DataLoader = UpdateWindowLoader

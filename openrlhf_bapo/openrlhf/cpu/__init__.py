@@ -32,7 +32,7 @@ def register() -> None:
 def _activate_without_cuda(torch: ModuleType) -> None:
     if torch.cuda.is_available():
         return
-    from openrlhf_bapo.adapter.cpu import flash_attn
+    from openrlhf_bapo.openrlhf.cpu import flash_attn
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

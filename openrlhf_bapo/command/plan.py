@@ -9,9 +9,9 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrlhf_bapo.adapter.checks import clashes, gpu_groups
-from openrlhf_bapo.adapter.failures import nearest_folder
-from openrlhf_bapo.adapter.input_files import warn
+from openrlhf_bapo.command.checks import clashes, gpu_groups
+from openrlhf_bapo.command.failures import nearest_folder
+from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.planning.memory import (
     KNOWN_SHAPES,
     EngineSetup,

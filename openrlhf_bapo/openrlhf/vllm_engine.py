@@ -3,7 +3,7 @@
 The engine itself counts the weight updates that it has loaded; a token's version is the count when it came out. A
 response that OpenRLHF pauses for a weight update and then resumes carries both versions.
 
-Under a token budget (adapter/partial_rollouts.py) the actor makes responses piece by piece: `grow_responses` goes on
+Under a token budget (openrlhf/partial_rollouts.py) the actor makes responses piece by piece: `grow_responses` goes on
 where earlier pieces ended, and `stop_growing` ends all pieces under way.
 """
 
@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from openrlhf_bapo.adapter.reward_calls import RewardLimits
+from openrlhf_bapo.openrlhf.reward_calls import RewardLimits
 
 # The versions of every `generate` call of the response that the running task makes, one list a call.
 _SEGMENTS = contextvars.ContextVar("segments")
@@ -50,7 +50,7 @@ class VersionedEngine:
             yield output
 
 
-def note_versions(vllm_engine: ModuleType) -> None:
+def use_versioned_engine(vllm_engine: ModuleType) -> None:
     """Give `RolloutRayActor` its versions, and let its engines return log-probs of what they really sampled from."""
     actor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
     upstream_init = actor.__init__

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from openrlhf_bapo.adapter.flags import clip_config_from_args, partial_config_from_args, replay_config_from_args
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
+from openrlhf_bapo.openrlhf.settings import clip_config_from_args, partial_config_from_args, replay_config_from_args
 
 KINDS = ("_replay", "_partial", "_steady")
 STEADY_FORMAT_VERSION = 1

@@ -13,9 +13,9 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 
-from openrlhf_bapo.adapter.flags import is_off_policy
-from openrlhf_bapo.adapter.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.core.partial_rollouts import PartialPool
+from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
+from openrlhf_bapo.openrlhf.settings import is_off_policy
 
 logger = init_logger(__name__)
 

@@ -1,9 +1,7 @@
-"""OpenRLHF's Experience with what off-policy training must know of every token.
-
-Importing this module puts the class into its seam in `openrlhf.trainer.ppo_utils.experience`.
-"""
+"""OpenRLHF's Experience with what off-policy training must know about every token."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from openrlhf.trainer.ppo_utils import experience
@@ -28,4 +26,6 @@ class OffPolicyExperience(experience.Experience):
     replay, where it has not for some samples: whether a micro-batch needs a forward is then the same on all ranks."""
 
 
-experience.Experience = OffPolicyExperience
+def use_experience(upstream: ModuleType) -> None:
+    """Put the class into `openrlhf.trainer.ppo_utils.experience`."""
+    upstream.Experience = OffPolicyExperience

@@ -16,8 +16,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from openrlhf_bapo.adapter.flags import FlagError
-from openrlhf_bapo.adapter.input_files import (
+from openrlhf_bapo.command.flags import FlagError
+from openrlhf_bapo.command.input_files import (
     LoadedFile,
     check_model,
     check_python_file,

@@ -5,12 +5,12 @@ import runpy
 import sys
 from collections.abc import Callable
 
-from openrlhf_bapo.adapter import checks
-from openrlhf_bapo.adapter.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
-from openrlhf_bapo.adapter.input_files import warn
-from openrlhf_bapo.adapter.registration import register
-from openrlhf_bapo.adapter.replay_checkpoint import find_whole_checkpoint
+from openrlhf_bapo.command import checks
+from openrlhf_bapo.command.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
+from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.core.replay_pool import ReplayPoolError
+from openrlhf_bapo.openrlhf.registration import register
+from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
 

@@ -1,7 +1,6 @@
 """What ends a run from outside its trainer: SIGTERM and Ctrl-C, and an engine that does not start.
 
-After a signal the training step under way is finished and saved; a second one ends the run at once. The command gets
-the signal, a Ray actor makes the steps: a key in Ray's own store tells one of the other.
+After a signal the training step under way is finished and saved; a second one ends the run at once.
 """
 
 import functools
@@ -14,14 +13,10 @@ from types import ModuleType
 
 import wrapt
 
+from openrlhf_bapo.openrlhf.interrupts import interrupt_trainer
+
 _FAILED = signal.SIGUSR1
 """From a thread of this process to its main thread, which waits for Ray."""
-
-_KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
-
-
-class Interrupted(Exception):
-    """Ends the trainer after a step that was saved; the message says which."""
 
 
 def catch_signals(came: list[int], finishes_step: bool) -> None:
@@ -42,7 +37,7 @@ def catch_signals(came: list[int], finishes_step: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
-        threading.Thread(target=_tell, daemon=True).start()  # a handler must not wait
+        threading.Thread(target=interrupt_trainer, daemon=True).start()  # a handler must not wait
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
@@ -99,46 +94,3 @@ def find_dead_engine(engines: list) -> BaseException | None:
         return None  # busy
     except Exception as error:
         return error
-
-
-def _tell() -> None:
-    from ray.experimental import internal_kv
-
-    internal_kv._internal_kv_put(_job() + _KEY, b"", namespace=_NAMESPACE)
-
-
-def _is_interrupted() -> bool:
-    from ray.experimental import internal_kv
-
-    return internal_kv._internal_kv_exists(_job() + _KEY, namespace=_NAMESPACE)
-
-
-def _job() -> bytes:
-    import ray
-
-    return ray.get_runtime_context().get_job_id().encode()
-
-
-def end_when_interrupted(trainer: type) -> None:
-    """Let OpenRLHF's trainer look after every step, and before the first one, whether it is to end."""
-    save, start = trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states
-
-    @functools.wraps(save)
-    def save_logs_and_checkpoints(self, global_step: int, *args, **kwargs) -> None:
-        interrupted = _is_interrupted()
-        if interrupted:
-            self.args.ckpt.save_steps = 1
-        save(self, global_step, *args, **kwargs)
-        if interrupted:
-            raise Interrupted(f"after step {global_step}")
-
-    @functools.wraps(start)
-    def init_checkpoint_states(self) -> dict:
-        if _is_interrupted():
-            raise Interrupted("before its first step")
-        return start(self)
-
-    trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states = (
-        save_logs_and_checkpoints,
-        init_checkpoint_states,
-    )

@@ -11,10 +11,10 @@ from openrlhf.trainer.ppo_utils.experience import (
 )
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
-from openrlhf_bapo.adapter.flags import is_off_policy, replay_config_from_args
-from openrlhf_bapo.adapter.samples_generator import RolloutSamples
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
+from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
+from openrlhf_bapo.openrlhf.settings import is_off_policy, replay_config_from_args
 
 # Experience's fields under the pool's names.
 _POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behaviour_log_probs"}

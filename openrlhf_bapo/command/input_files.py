@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from openrlhf_bapo.adapter.flags import FlagError
+from openrlhf_bapo.command.flags import FlagError
 
 LOAD_LIMIT = 300
 """Seconds for the import of a reward-function or agent file."""
@@ -30,7 +30,7 @@ _SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
 _LOADED = 42
 _LOAD = """
 import importlib.util, os, sys
-from openrlhf_bapo.adapter.registration import register
+from openrlhf_bapo.openrlhf.registration import register
 register()
 spec = importlib.util.spec_from_file_location(sys.argv[2], sys.argv[1])
 module = importlib.util.module_from_spec(spec)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from openrlhf.models import PolicyLoss
 
-from openrlhf_bapo.adapter.flags import TOKEN_WEIGHTS
 from openrlhf_bapo.core.clip_bounds import (
     ClipBounds,
     ClipConfig,
@@ -17,6 +16,7 @@ from openrlhf_bapo.core.clip_bounds import (
     tally_contributions,
 )
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 
 
 def leave_out_nonfinite(

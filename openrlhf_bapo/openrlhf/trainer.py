@@ -5,15 +5,15 @@ from types import ModuleType
 
 import torch
 
-from openrlhf_bapo.adapter.interrupts import end_when_interrupted
-from openrlhf_bapo.adapter.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
+from openrlhf_bapo.openrlhf.interrupts import end_when_interrupted
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
 
 
 def use_off_policy_parts(trainer_module: ModuleType) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
-    from openrlhf_bapo.adapter.experience_maker import OffPolicyExperienceMaker
-    from openrlhf_bapo.adapter.partial_rollouts import make_samples_generator
-    from openrlhf_bapo.adapter.rollout_faults import save_when_a_rollout_fails, save_when_an_async_rollout_fails
+    from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
+    from openrlhf_bapo.openrlhf.partial_rollouts import make_samples_generator
+    from openrlhf_bapo.openrlhf.rollout_faults import save_when_a_rollout_fails, save_when_an_async_rollout_fails
 
     trainer_module.SamplesGenerator = make_samples_generator
     name = "TrainingActor"
@@ -41,6 +41,25 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     end_when_interrupted(trainer)
     trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
+
+
+def evaluate_at_start(ppo_trainer: ModuleType) -> None:
+    """`--eval.at_start`: OpenRLHF's evaluation once more, before the first update of a new run.
+
+    `fit` calls `init_checkpoint_states` first, when the engines still hold the weights that they were started with.
+    """
+    trainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class  # the class behind Ray's actor class
+    upstream = trainer.init_checkpoint_states
+
+    @functools.wraps(upstream)
+    def init_checkpoint_states(self) -> dict:
+        states = upstream(self)
+        if self.args.eval.at_start and states["global_step"] == 0 and self.eval_dataloader:
+            sampling = {name: getattr(self.args.eval, name) for name in ("temperature", "n_samples_per_prompt")}
+            self.evaluate(0, **self.generate_kwargs | sampling)
+        return states
+
+    trainer.init_checkpoint_states = init_checkpoint_states
 
 
 class _Status(dict):

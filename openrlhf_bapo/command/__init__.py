@@ -1,0 +1,1 @@
+"""What the command line knows: flags, checks before a run, plans, evaluation, signals and failures."""
