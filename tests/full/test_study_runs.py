@@ -8,15 +8,17 @@ import time
 
 import pytest
 import torch
-from test_plain_torch import FOLDER, walk
+from test_late_data_study import FOLDER, walk
 
 
 @pytest.fixture
 def small_study(monkeypatch, tmp_path):
     """(flags of study.py, folder of results) of a study with two cells of one rollout, whose start is there already."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "plain_torch").mkdir(parents=True)
-    torch.save(walk.Policy(walk.TASKS["walk"]).state_dict(), tmp_path / "runs" / "plain_torch" / "walk-seed3.pt")
+    (tmp_path / "runs" / "late_data" / "starts").mkdir(parents=True)
+    torch.save(
+        walk.Policy(walk.TASKS["walk"]).state_dict(), tmp_path / "runs" / "late_data" / "starts" / "walk-seed3.pt"
+    )
     (tmp_path / "study.toml").write_text(
         """
         [methods]

@@ -1,6 +1,6 @@
 """The walk through the real pipeline, by the flags of walk.py: Ray, a vLLM engine, a DeepSpeed actor.
 
-    python examples/plain_torch/through_pipeline.py --task pipeline --lag 8 --clip ppo --out cell.csv
+    python studies/late_data/through_pipeline.py --task pipeline --lag 8 --clip ppo --out cell.csv
 
 It runs scripts/train_bapo_quickstart.sh with TASK=walk and leaves a CSV with walk.py's columns, so far as they are
 logged there. A rollout has 32 prompts x 8 samples. The task says where stale samples come from: `pipeline`, from --lag

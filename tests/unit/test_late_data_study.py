@@ -17,7 +17,7 @@ from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
 from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
-FOLDER = REPOSITORY / "examples" / "plain_torch"
+FOLDER = REPOSITORY / "studies" / "late_data"
 
 
 def load(name: str):

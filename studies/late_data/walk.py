@@ -51,7 +51,7 @@ class Run:
     rollouts: int = 60
     prompts: int = 32  # per rollout
     samples: int = 16  # per prompt
-    starts: str = "runs/plain_torch"  # keeps the fine-tuned start of each task and seed
+    starts: str = "runs/late_data/starts"  # keeps the fine-tuned start of each task and seed
     then: str = ""  # ROLLOUT:FLAG=NUMBER: what changes in mid-run, such as 30:lr=2e-4
     out: str = ""  # CSV with a row a rollout, written when the run is complete
 

@@ -1,8 +1,8 @@
 """The wide study: many runs of walk.py, declared in study.toml; each cell leaves one CSV and is never run twice.
 
-python examples/plain_torch/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
-python examples/plain_torch/study.py table [--cells PATTERN] [--against ppo] [--details]
-python examples/plain_torch/study.py draw [--cells PATTERN] [--methods ppo,gradient_steady] [--out study.png]
+python studies/late_data/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
+python studies/late_data/study.py table [--cells PATTERN] [--against ppo] [--details]
+python studies/late_data/study.py draw [--cells PATTERN] [--methods ppo,gradient_steady] [--out study.png]
 """
 
 import argparse
@@ -69,7 +69,7 @@ def command(cell: dict, out: Path) -> list[str]:
 
 def start_of(cell: dict) -> Path:
     """Where walk.py keeps the start policy of this cell."""
-    return Path("runs/plain_torch", f"{cell['task']}-seed{cell['seed']}.pt")
+    return Path("runs/late_data/starts", f"{cell['task']}-seed{cell['seed']}.pt")
 
 
 def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
