@@ -45,7 +45,7 @@ def server(tmp_path_factory):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()
         wait_until_none_is_left(process.pid)
-        assert len(log.read_text().splitlines()) == 1 + log.read_text().count("ran into the time limit")
+        assert len(log.read_text().splitlines()) == 1 + log.read_text().count("exceeded the time limit")
 
 
 def post(server: str, body: bytes) -> tuple[int, dict]:
