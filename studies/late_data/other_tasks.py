@@ -1,9 +1,9 @@
-"""walk.py on other tasks, by the same flags: `other_tasks.py --task jugs`.
+"""walk.py with two more tasks and the same flags: `other_tasks.py --task jugs`.
 
-* `jugs`: reasoning-gym's water jugs, with its score. A prompt is three capacities and an amount, a response fills,
-  empties and pours; it is right if it ends and a jug then holds the amount. Wrong ones are longer, as in the walk: the
-  paper's premise.
-* `sums`: two-digit additions; a response is the sum's digits. Right and wrong ones are equally long: no premise.
+* `jugs`: reasoning-gym's water jugs, with its score. A prompt is three capacities and an amount. A response fills,
+  empties and pours jugs. It is right if it ends and a jug then holds the amount. Wrong responses are longer than right
+  ones, as in the walk and in the paper (Figure 6).
+* `sums`: two-digit additions. A response is the digits of the sum. Right and wrong responses have equal length.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ACTIONS.insert(END, None)
 
 
 def after_each(capacities: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """What the jugs hold after each action, [..., actions, 3], from what they hold, [..., 3]; END changes nothing."""
+    """Return the jugs' contents after each action, [..., actions, 3], from their contents `held`, [..., 3]."""
     states = []
     for action in ACTIONS:
         state = held.clone()
@@ -38,16 +38,16 @@ def after_each(capacities: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Jugs:
-    """Three jugs of 3 to `num_values` - 1 litres and an amount of less than the largest, in two moves or more."""
+    """Three jugs of 3 to `num_values` - 1 liters; measure an amount below the largest, in at least two moves."""
 
-    num_values: int
-    max_tokens: int
-    random_moves: float
+    num_values: int  # values of a prompt token
+    max_tokens: int  # maximum response length
+    random_moves: float  # share of random moves in the demonstrations
     finetune_steps: int
     num_actions: int = len(ACTIONS)
 
     def prompts(self) -> torch.Tensor:
-        """Every solvable puzzle: capacities and amount, [num, 4]."""
+        """Return every solvable puzzle: capacities and amount, [num, 4]."""
         capacities = torch.cartesian_prod(*[torch.arange(3, self.num_values)] * NUM_JUGS)
         amounts = torch.arange(1, self.num_values)
         prompts = torch.cat(
@@ -58,7 +58,7 @@ class Jugs:
         return prompts[(amount % divisor == 0) & (amount < largest) & (prompts[:, :3] != amount[:, None]).all(1)]
 
     def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        """1 for a response that ends with the amount in a jug, else 0. After its end a response holds END."""
+        """Return 1 for a response that ends with the amount in a jug, else 0. Padding after END is END."""
         capacities, held = prompts[:, :3], torch.zeros(len(prompts), NUM_JUGS, dtype=torch.long)
         for action in responses.T:
             held = after_each(capacities, held)[torch.arange(len(held)), action]
@@ -66,7 +66,7 @@ class Jugs:
 
     @cached_property
     def moves_left(self) -> torch.Tensor:
-        """The fewest moves from every state: [capacity, ... (3), amount, held, ... (3)]."""
+        """The fewest moves to the amount from every state: [capacity (3 axes), amount, held (3 axes)]."""
         size = self.num_values
         capacities = torch.cartesian_prod(*[torch.arange(size)] * NUM_JUGS)[:, None]  # [size ** 3, 1, 3]
         held = torch.cartesian_prod(*[torch.arange(size)] * NUM_JUGS)[None]
@@ -82,7 +82,7 @@ class Jugs:
             moves = fewer
 
     def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Responses that take a shortest way on, but any in `random_moves` of their moves, and end with the amount."""
+        """Return responses that take shortest ways, except for a share of `random_moves`, and end at the amount."""
         held = torch.zeros(len(prompts), NUM_JUGS, dtype=torch.long)
         responses = torch.empty(len(prompts), self.max_tokens, dtype=torch.long)
 
@@ -103,7 +103,7 @@ class Jugs:
 
 @dataclass(frozen=True)
 class Sums:
-    """Additions of two numbers from 10 to 99; a response has the sum's digits, the first one first."""
+    """Additions of two numbers from 10 to 99; a response is the digits of the sum, most significant first."""
 
     finetune_steps: int
     max_tokens: int = 4
@@ -111,21 +111,21 @@ class Sums:
     num_actions: int = 11
 
     def prompts(self) -> torch.Tensor:
-        """All, as four digits, [num, 4]."""
+        """Return every pair of numbers as four digits, [num, 4]."""
         prompts = torch.cartesian_prod(*[torch.arange(10)] * 4)
         return prompts[(prompts[:, 0] > 0) & (prompts[:, 2] > 0)]
 
     def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
-        """The right responses."""
+        """Return the right responses."""
         total = prompts[:, 0] * 10 + prompts[:, 1] + prompts[:, 2] * 10 + prompts[:, 3]
         digits = torch.stack([total // 100, total // 10 % 10, total % 10], 1)
-        digits += digits >= END  # a token is a digit, or the digit before it from END on
+        digits += digits >= END  # digits from END on are shifted by one to make room for it
         shifted = torch.cat([digits[:, 1:], torch.full((len(digits), 1), END)], 1)
         responses = torch.where(total[:, None] > 99, digits, shifted)
         return torch.cat([responses, torch.full((len(digits), 1), END)], 1)
 
     def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        """1 for the sum and the end, else 0."""
+        """Return 1 for the digits of the sum followed by END, else 0."""
         return (responses == self.demonstrate(prompts)).all(1).float()
 
 

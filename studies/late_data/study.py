@@ -1,8 +1,12 @@
-"""The wide study: many runs of walk.py, declared in study.toml; each cell leaves one CSV and is never run twice.
+"""The study of late data: many runs of walk.py, the cells of study.toml.
 
 python studies/late_data/study.py run [--cells 'walk-lag8-*'] [--jobs 2]
+python studies/late_data/study.py add [--cells PATTERN]
 python studies/late_data/study.py table [--cells PATTERN] [--against ppo] [--details]
 python studies/late_data/study.py draw [--cells PATTERN] [--methods ppo,gradient_steady] [--out study.png]
+
+`run` writes one CSV per cell, NAME.csv in --runs, and never runs a cell that has a result. `add` copies finished cells
+from there into --results, a Parquet file with one row per rollout. `table` and `draw` read both.
 """
 
 import argparse
@@ -20,11 +24,13 @@ from math import nan
 from pathlib import Path
 from statistics import fmean, stdev
 
+import pyarrow
 import tomllib
+from pyarrow import parquet
 
 HERE = Path(__file__).parent
-AXES = ("task", "lag", "updates", "lr", "method", "seed")  # of the file's blocks; a cell has one value of each
-LAST = 20  # rollouts that a run is judged by
+AXES = ("task", "lag", "updates", "lr", "method", "seed")  # each block lists values of each; a cell has one of each
+LAST = 20  # a cell's reward is the mean of its last 20 rollouts
 DETAILS = (
     "entropy",
     "share_unclipped",
@@ -36,13 +42,14 @@ DETAILS = (
     "ess",
     "grad_norm",
 )
+Columns = dict[str, list[float]]  # a cell's result: the name of each column to one value per rollout
 
 
 def read_cells(file: Path, pattern: str) -> dict[str, dict]:
-    """Name of each cell to its settings, in the order in which they are run: by block, then by seed.
+    """Return each cell's settings by the cell's name, in the order of running: by block, then by seed.
 
     Raises:
-        ValueError: for a method that the file does not define.
+        ValueError: if a block names a method that the file does not define.
     """
     study = tomllib.loads(file.read_text())
     cells = {}
@@ -58,8 +65,61 @@ def read_cells(file: Path, pattern: str) -> dict[str, dict]:
     return cells
 
 
+def read_parquet(results: Path) -> dict[str, Columns]:
+    """Return the cells of the Parquet file by name. Columns that a cell does not have are null there, and left out."""
+    if not results.exists():
+        return {}
+    columns = parquet.read_table(results).to_pydict()
+    names, cells = columns.pop("cell"), {}
+    for name, rows in itertools.groupby(range(len(names)), names.__getitem__):
+        rows = [*rows]
+        cells[name] = {
+            key: [values[row] for row in rows] for key, values in columns.items() if values[rows[0]] is not None
+        }
+    return cells
+
+
+def read_csv(file: Path) -> Columns:
+    """Return the result that a run of walk.py left."""
+    with open(file) as lines:
+        head, *rows = csv.reader(lines)
+    return {key: [float(value) for value in values] for key, values in zip(head, zip(*rows, strict=True), strict=True)}
+
+
+def read_results(results: Path, runs: Path) -> dict[str, Columns]:
+    """Return every finished cell by name, from the Parquet file and from the CSVs that are not in it yet."""
+    return {file.stem: read_csv(file) for file in sorted(runs.glob("*.csv"))} | read_parquet(results)
+
+
+def lock(folder: Path) -> None:
+    """Take `folder` for this process until it ends; exit if another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{folder} is in use by another process of this study; wait for its end or give another --runs")
+
+
+def add(cells: dict[str, dict], results: Path, runs: Path) -> int:
+    """Copy finished cells from `runs` into the Parquet file; return how many were new.
+
+    The file is replaced in one step, so that it is whole at any time. The CSVs stay where they are.
+    """
+    kept = read_parquet(results)
+    new = {file.stem: read_csv(file) for file in runs.glob("*.csv") if file.stem in cells and file.stem not in kept}
+    if new:
+        tables = [
+            pyarrow.table({"cell": [name] * len(columns["reward"]), **columns})
+            for name, columns in sorted((kept | new).items())
+        ]
+        part = results.with_suffix(".part")
+        parquet.write_table(pyarrow.concat_tables(tables, promote_options="default"), part, compression="zstd")
+        part.replace(results)
+    return len(new)
+
+
 def command(cell: dict, out: Path) -> list[str]:
-    """The command that runs one cell."""
+    """Return the command that runs one cell."""
     flags = {name: value for name, value in cell.items() if name not in ("method", "flags") and value != ""}
     flags |= cell["flags"] | {"out": out}
     words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
@@ -68,32 +128,29 @@ def command(cell: dict, out: Path) -> list[str]:
 
 
 def start_of(cell: dict) -> Path:
-    """Where walk.py keeps the start policy of this cell."""
+    """Return where walk.py keeps this cell's start policy."""
     return Path("runs/late_data/starts", f"{cell['task']}-seed{cell['seed']}.pt")
 
 
-def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
-    """Run what has no result yet; returns how many failed."""
-    results.mkdir(parents=True, exist_ok=True)
-    try:
-        fcntl.flock(os.open(results, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"{results} is in use by another run")
+def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
+    """Run every cell that has no result yet; return how many failed."""
     os.nice(19)
-    waiting = [name for name in cells if not (results / f"{name}.csv").exists()]
+    done = read_results(results, runs)
+    waiting = [name for name in cells if name not in done]
     total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
-    running: dict[str, tuple[subprocess.Popen, float]] = {}  # and when each began
-    stopped: list[int] = []  # an exception could come between a process's start and its place in `running`
+    running: dict[str, tuple[subprocess.Popen, float]] = {}  # by name: the process and the time of its start
+    # A flag, because an exception could be raised between a process's start and its entry in `running`.
+    stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
         while (waiting or running) and not stopped:
-            # Two runs that share a start policy must not both make it.
+            # Two cells that share a start policy must not make it at the same time.
             busy = {start_of(cells[name]) for name in running}
             ready = [name for name in waiting if start_of(cells[name]).exists() or start_of(cells[name]) not in busy]
             if ready and len(running) < jobs:
                 waiting.remove(ready[0])
-                words = command(cells[ready[0]], results / f"{ready[0]}.part")
+                words = command(cells[ready[0]], runs / f"{ready[0]}.part")
                 process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                 running[ready[0]] = process, time.monotonic()
                 continue
@@ -105,8 +162,8 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
                     failed += 1
                     outcome = f"FAILED: {process.stderr.read().strip().splitlines()[-1:]}"
                 else:
-                    (results / f"{name}.part").rename(results / f"{name}.csv")
-                    outcome = f"reward {summary(results / f'{name}.csv')['reward']:.3f}"
+                    (runs / f"{name}.part").rename(runs / f"{name}.csv")
+                    outcome = f"reward {summary(name, read_csv(runs / f'{name}.csv'))['reward']:.3f}"
                 left = (time.monotonic() - began) / finished * (total - finished)
                 print(f"[{finished}/{total}] {name} {outcome} in {seconds:.0f} s, {left / 60:.0f} min left", flush=True)
     finally:
@@ -118,50 +175,53 @@ def run(cells: dict[str, dict], results: Path, jobs: int) -> int:
     return failed
 
 
-def summary(file: Path) -> dict[str, float | tuple]:
-    """Means over a run's last rollouts, the accuracies at its end, and how it began, to know runs of one start by."""
-    with open(file) as lines:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(lines)]
-    means = {name: fmean(row[name] for row in rows[-LAST:]) for name in ("reward", *DETAILS)}
-    # In plain PyTorch the first rollout is a function of the start policy, and fine-tuned on another kind of processor
-    # the same seed is another start policy. Through the pipeline no two first rollouts are alike.
-    began = () if file.name.startswith("pipeline") else (rows[0]["reward"], rows[0]["entropy"])
-    return means | {name: rows[-1].get(name, nan) for name in ("greedy", "pass1", "pass16")} | {"began": began}
+def summary(name: str, columns: Columns) -> dict[str, float | tuple]:
+    """Return a cell's means over its last rollouts, its accuracies at the end, and `began`.
+
+    Two cells with equal `began` have the same start policy: in plain PyTorch the first rollout is a function of it, and
+    one seed gives different start policies on different kinds of processors. Through the pipeline first rollouts
+    always differ, so there `began` is empty.
+    """
+    means = {key: fmean(columns[key][-LAST:]) for key in ("reward", *DETAILS)}
+    ends = {key: columns.get(key, [nan])[-1] for key in ("greedy", "pass1", "pass16")}
+    began = () if name.startswith("pipeline") else (columns["reward"][0], columns["entropy"][0])
+    return means | ends | {"began": began}
 
 
 def mean_and_error(values: list[float], digits: int = 3) -> str:
-    """Mean, standard error and number of seeds, as a table has it; "" without a seed."""
+    """Format mean, standard error and number of seeds for a table; no seeds give ""."""
     if not values:
         return ""
     error = f" \u00b1 {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
     return f"{fmean(values):.{digits}f}{error} ({len(values)})"
 
 
-def summaries(cells: dict[str, dict], results: Path) -> dict[str, dict[float, dict[str, dict[int, dict]]]]:
-    """What is there: by setting (task, lag, updates), learning rate (in order), method and seed."""
-    found = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+def summaries(cells: dict[str, dict], found: dict[str, Columns]) -> dict[str, dict[float, dict[str, dict[int, dict]]]]:
+    """Return the finished cells' summaries by setting (task, lag, updates), learning rate (ascending), method, seed."""
+    tree = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for name, cell in cells.items():
-        if (results / f"{name}.csv").exists():
+        if name in found:
             setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
             setting += f", then {cell['then']}" if cell["then"] else ""
-            found[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(results / f"{name}.csv")
-    return {setting: dict(sorted(by_lr.items())) for setting, by_lr in found.items()}
+            tree[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(name, found[name])
+    return {setting: dict(sorted(by_lr.items())) for setting, by_lr in tree.items()}
 
 
 def differences(ours: dict[int, dict], theirs: dict[int, dict]) -> list[float]:
-    """Of rewards, of each seed whose two runs are of one start policy."""
+    """Return the differences of rewards for the seeds whose two cells have the same start policy."""
     alike = [seed for seed in ours if seed in theirs and ours[seed]["began"] == theirs[seed]["began"]]
     return [ours[seed]["reward"] - theirs[seed]["reward"] for seed in alike]
 
 
-def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -> list[str]:
-    """Markdown: reward by method and learning rate, a table for each task, lag and number of updates.
+def tables(cells: dict[str, dict], found: dict[str, Columns], against: str, details: bool) -> list[str]:
+    """Return Markdown lines: one table of rewards, by method and learning rate, per task, lag and number of updates.
 
-    With `against`, a method, also what it is less that method's, seed by seed: of the seeds that both have and that
-    began alike. With `details` a table for each learning rate too, of everything else that was measured.
+    With `against`, the name of a method, each table also has the differences from it, over the seeds that both methods
+    ran from the same start policy. With `details` a second table per learning rate has everything else that was
+    measured.
     """
     lines = []
-    for setting, by_lr in summaries(cells, results).items():
+    for setting, by_lr in summaries(cells, found).items():
         methods = list(dict.fromkeys(method for lr in by_lr for method in by_lr[lr]))
         columns = {
             f"lr {lr:g}": [mean_and_error([s["reward"] for s in by_lr[lr][m].values()]) for m in methods]
@@ -179,19 +239,19 @@ def tables(cells: dict[str, dict], results: Path, against: str, details: bool) -
     return lines
 
 
-def draw(cells: dict[str, dict], results: Path, methods: list[str], out: Path):
-    """The figure of reward by learning rate, mean and standard error over seeds: a line a method, a panel a setting."""
+def draw(cells: dict[str, dict], found: dict[str, Columns], methods: list[str], out: Path):
+    """Draw reward by learning rate, mean and standard error over seeds: one line per method, one panel per setting."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = {setting: by_lr for setting, by_lr in summaries(cells, results).items() if len(by_lr) > 1}
+    drawn = {setting: by_lr for setting, by_lr in summaries(cells, found).items() if len(by_lr) > 1}
     figure, (panels,) = plt.subplots(
-        1, len(found), figsize=(2 + 5 * len(found), 4), squeeze=False, layout="constrained"
+        1, len(drawn), figsize=(2 + 5 * len(drawn), 4), squeeze=False, layout="constrained"
     )
-    for panel, (setting, by_lr) in zip(panels, found.items(), strict=True):
-        styles = itertools.cycle(("-o", "--s", ":^", "-.D", "-v", "--x"))  # to be told apart in grey
+    for panel, (setting, by_lr) in zip(panels, drawn.items(), strict=True):
+        styles = itertools.cycle(("-o", "--s", ":^", "-.D", "-v", "--x"))  # distinct without color
         for method, style in zip(methods, styles, strict=False):
             by_seed = {lr: [s["reward"] for s in by_lr[lr][method].values()] for lr in by_lr if by_lr[lr][method]}
             errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0 for v in by_seed.values()]
@@ -206,31 +266,40 @@ def draw(cells: dict[str, dict], results: Path, methods: list[str], out: Path):
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "table", "draw"))
+    parser.add_argument("command", choices=("run", "add", "table", "draw"))
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name matches (default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each")
-    parser.add_argument("--against", default="", metavar="METHOD", help="table: differences from it, seed by seed")
+    parser.add_argument("--jobs", type=int, default=1, help="run: cells at a time, each on one core (default: 1)")
+    parser.add_argument("--against", default="", metavar="METHOD", help="table: add differences from this method")
     parser.add_argument("--methods", default="", metavar="NAME,...", help="draw: these, in this order (default: all)")
     parser.add_argument("--out", type=Path, default=Path("study.png"), help="draw: the picture (default: %(default)s)")
-    parser.add_argument("--details", action="store_true", help="tables of all that was measured")
-    parser.add_argument("--study", type=Path, default=HERE / "study.toml")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--details", action="store_true", help="table: everything that was measured")
+    parser.add_argument("--study", type=Path, default=HERE / "study.toml", help="the cells (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=HERE / "results.parquet", help="default: %(default)s")
+    parser.add_argument("--runs", type=Path, default=Path("runs/late_data/cells"), help="default: %(default)s")
     args = parser.parse_args()
     cells = read_cells(args.study, args.cells)
     if not cells:
-        parser.error(f"--cells {args.cells!r} matches none of the study's cells")
+        example = next(iter(read_cells(args.study, "*")))
+        parser.error(f"--cells {args.cells!r} matches no cell of {args.study}; a cell's name is like {example}")
+    if args.command in ("run", "add"):
+        lock(args.runs)
+    if args.command == "run":
+        sys.exit(1 if run(cells, args.results, args.runs, args.jobs) else 0)
+    if args.command == "add":
+        print(f"{add(cells, args.results, args.runs)} cells added to {args.results}")
+        return
+    found = read_results(args.results, args.runs)
     if args.command == "table":
-        print("\n".join(tables(cells, args.results, args.against, args.details)))
-    elif args.command == "draw":
+        print("\n".join(tables(cells, found, args.against, args.details)))
+    else:
         drawn = args.methods.split(",") if args.methods else [*dict.fromkeys(c["method"] for c in cells.values())]
-        draw(cells, args.results, drawn, args.out)
-    elif run(cells, args.results, args.jobs):
-        sys.exit(1)
+        draw(cells, found, drawn, args.out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The walk through the real pipeline, by the flags of walk.py: Ray, a vLLM engine, a DeepSpeed actor.
+"""The walk through the real pipeline (Ray, a vLLM engine, a DeepSpeed actor), with the flags of walk.py.
 
     python studies/late_data/through_pipeline.py --task pipeline --lag 8 --clip ppo --out cell.csv
 
-It runs scripts/train_bapo_quickstart.sh with TASK=walk and leaves a CSV with walk.py's columns, so far as they are
-logged there. A rollout has 32 prompts x 8 samples. The task says where stale samples come from: `pipeline`, from --lag
-alone; `pipeline_replay`, from a replay pool too; `pipeline_partial`, from responses that a token budget cuts.
+It runs scripts/train_bapo_quickstart.sh with TASK=walk and writes a CSV with those columns of walk.py that the pipeline
+logs. A rollout has 32 prompts x 8 samples. The task names the source of stale samples: `pipeline` has --lag only,
+`pipeline_replay` adds a replay pool, and `pipeline_partial` adds responses that a token budget interrupts.
 """
 
 import os
@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 def flags_of(run: Run) -> list[str]:
-    """The training command's flags for what walk.py's flags say."""
+    """Translate walk.py's flags into flags of the training command."""
     flags = ["--train.seed", run.seed, "--actor.adam.lr", run.lr, "--offpolicy.lag", run.lag, *DATA[run.task]]
     if run.clip in PRESETS:
         flags += ["--bapo.smoothing", run.half_life]
@@ -56,7 +56,7 @@ def flags_of(run: Run) -> list[str]:
 
 
 def rows_of(scalars: dict[str, tuple[list[int], list[float]]]) -> list[dict[str, float]]:
-    """A row for each rollout from what a run logged, nan where it logged nothing; `pass1` at the end alone."""
+    """Return one row per rollout from a run's scalars: NaN where nothing was logged, `pass1` only in the last row."""
     logged = {name: dict(zip(*scalars.get(f"train/{tag}", ((), ())), strict=True)) for name, tag in COLUMNS.items()}
     ((steps, heldout),) = (logged for tag, logged in scalars.items() if tag.endswith("_pass1"))
     logged["pass1"] = {steps[-1]: heldout[-1]}
@@ -67,7 +67,7 @@ def rows_of(scalars: dict[str, tuple[list[int], list[float]]]) -> list[dict[str,
 
 
 def train(run: Run) -> list[dict[str, float]]:
-    """As walk.py's."""
+    """Train through the pipeline; return one row of metrics per rollout."""
     start = Path(run.starts, f"pipeline-seed{run.seed}").resolve()
     prepare = ["examples/quickstart/prepare.py", "--task", "walk", "--seed", str(run.seed), str(start)]
     subprocess.run([sys.executable, *prepare], cwd=REPOSITORY, check=True)

@@ -1,8 +1,8 @@
-"""BAPO without a framework: a tiny transformer learns to walk on a grid from stale samples, on one core.
+"""One training run of the study, on one core: a tiny transformer learns to walk on a grid from stale samples.
 
-A prompt is a start and a goal, a response moves and the end; it is right if it ends on the goal and never leaves the
-grid. Wrong walks are longer than right ones, so that positive tokens carry less than half of the objective: the
-imbalance that BAPO is about. Read `train_on` first: it is all that BAPO changes.
+A prompt is a start and a goal. A response is a sequence of moves and END. It is right if it ends on the goal and never
+leaves the grid. Wrong walks are longer than right ones, so positive tokens carry less than half of the objective. That
+is the imbalance that BAPO addresses. `train_on` has everything that BAPO changes.
 """
 
 import argparse
@@ -26,64 +26,64 @@ from openrlhf_bapo.core.clip_bounds import (
 )
 from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
-MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) that a response's token goes
+MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; each field is a flag of the command."""
+    """The settings of a training run; each field is a flag of the command."""
 
     task: str = "walk"
     seed: int = 0
     lr: float = 1e-4
     clip: str = "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, or LOWER:UPPER
-    contribution: str = ""  # "surrogate" or "gradient", in place of the preset's
-    target: float = 0.0  # in place of the preset's
-    half_life: float = 0.0  # of the bounds' moving average, in updates; 0: bounds are found anew in every update
-    smoothing_of: str = "bounds"  # or "tally"
-    same_update: bool = False  # let the average include the update that it is used in
-    dual_clip: float = 0.0  # 0: none
-    lag: int = 0  # rollouts made between a rollout and the training on it
+    contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
+    target: float = 0.0  # target for the positive share; 0 keeps the preset's
+    half_life: float = 0.0  # of the bounds' moving average, in updates; 0: no average, each update uses its own search
+    smoothing_of: str = "bounds"  # what is averaged: "bounds" or "tally"
+    same_update: bool = False  # the average includes the update that uses it
+    dual_clip: float = 0.0  # dual clip's constant; 0: no dual clip
+    lag: int = 0  # number of rollouts between making a rollout and training on it
     epochs: int = 1
     updates: int = 8  # per epoch
     rollouts: int = 60
     prompts: int = 32  # per rollout
     samples: int = 16  # per prompt
-    starts: str = "runs/late_data/starts"  # keeps the fine-tuned start of each task and seed
-    then: str = ""  # ROLLOUT:FLAG=NUMBER: what changes in mid-run, such as 30:lr=2e-4
-    out: str = ""  # CSV with a row a rollout, written when the run is complete
+    starts: str = "runs/late_data/starts"  # folder for the fine-tuned start policy of each task and seed
+    then: str = ""  # ROLLOUT:FLAG=NUMBER changes a setting in the middle of the run, such as 30:lr=2e-4
+    out: str = ""  # CSV with one row per rollout, written when the run is complete
 
 
 def token_mask(responses: torch.Tensor) -> torch.Tensor:
-    """Which tokens are the response's own: all up to and with its first END."""
+    """Return a mask over response tokens, [rows, num]: True up to and including the first END."""
     return (responses == END).cumsum(1) - (responses == END).long() == 0
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The task: from a start to a goal on a grid; other_tasks.py has more that look like it."""
+    """The task: walk from a start to a goal on a grid. other_tasks.py has tasks with the same interface."""
 
-    num_values: int  # of a prompt's tokens: the grid's size
-    max_tokens: int  # of a response
-    random_moves: float  # share of the demonstrations' moves
+    num_values: int  # rows and columns of the grid: values of a prompt token
+    max_tokens: int  # maximum response length
+    random_moves: float  # share of random moves in the demonstrations
     finetune_steps: int
-    num_actions: int = 5  # END is one of them
+    num_actions: int = 5  # including END
 
     def prompts(self) -> torch.Tensor:
-        """Every start and goal that differ, [num, 4]."""
+        """Return every pair of a start and a different goal, [num, 4]."""
         prompts = torch.cartesian_prod(*[torch.arange(self.num_values)] * PROMPT_TOKENS)
         return prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
 
     def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        """1 for a walk that ends, on the goal, and never leaves the grid, else 0. Behind its end it holds END."""
+        """Return 1 for a walk that ends on the goal and never leaves the grid, else 0. Padding after END is END."""
         path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
         inside = ((path >= 0) & (path < self.num_values)).all(2).all(1)
         return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
 
     def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
-        """Responses that head for the goal, but stray in `random_moves` of their moves, even from the goal itself."""
+        """Return responses that head for the goal, except for a share of `random_moves`, which may leave the goal."""
         at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), self.max_tokens, dtype=torch.long)
         for step in range(self.max_tokens):
             nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
@@ -100,14 +100,14 @@ TASKS = {"walk": Walk(10, 40, 0.35, 140)}
 
 
 def split_prompts(task: Walk) -> tuple[torch.Tensor, torch.Tensor]:
-    """All prompts of a task, shuffled: (those to train on, 256 held out)."""
+    """Return a task's prompts, shuffled: (training prompts, 256 held-out prompts)."""
     prompts = task.prompts()
     prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
     return prompts[256:], prompts[:256]
 
 
 class Policy(torch.nn.Module):
-    """A transformer over a prompt's values and the moves; its head knows the moves and END only."""
+    """A transformer over prompt values and actions; its head has logits for actions only."""
 
     def __init__(self, task: Walk, width: int = 96, num_layers: int = 3, heads: int = 4):
         super().__init__()
@@ -122,12 +122,15 @@ class Policy(torch.nn.Module):
         torch.nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, caches: list | None = None, start: int = 0) -> torch.Tensor:
-        """Log-probs of what follows each token, [rows, num, actions]; the first of `tokens` stands at `start`."""
+        """Return log-probs of the next action after each token, [rows, num, actions].
+
+        With `caches`, `tokens` continue the cached ones and the first is at position `start`.
+        """
         (rows, num), end = tokens.shape, start + tokens.shape[1]
         x = self.tokens(tokens) + self.positions.weight[start:end]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             q, k, v = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            if cache is not None:  # [2, rows, heads, positions, width / heads]: keys and values of all tokens so far
+            if cache is not None:  # keys and values of all tokens so far, [2, rows, heads, positions, width / heads]
                 cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
                 k, v = cache[:, :, :, :end]
             mixed = scaled_dot_product_attention(q, k, v, is_causal=num > 1)
@@ -136,7 +139,7 @@ class Policy(torch.nn.Module):
         return self.head(self.norm(x)).log_softmax(-1)
 
     def log_probs(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-        """Log-probs of the responses' tokens, flat, row by row. Rows sorted by length waste little on padding."""
+        """Return log-probs of all response tokens, flat, row by row. Rows sorted by length need less padding."""
         found = []
         for p, r in zip(prompts.chunk(4), responses.chunk(4), strict=True):
             mask = token_mask(r)
@@ -148,17 +151,17 @@ class Policy(torch.nn.Module):
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False):
-    """Responses to prompts [rows, 4], with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
+    """Return responses to prompts [rows, 4] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
     caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
-    responses, (behaviour, entropy) = torch.full((rows, task.max_tokens), END), torch.zeros(2, rows, task.max_tokens)
+    responses, (behavior, entropy) = torch.full((rows, task.max_tokens), END), torch.zeros(2, rows, task.max_tokens)
     alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
     log_probs = policy(policy.num_actions + prompts, caches)[:, -1]
     for step in range(task.max_tokens):
         token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
         responses[alive, step] = token
-        behaviour[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
+        behavior[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
         entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)
         done |= token == END
         if done.all() or step + 1 == task.max_tokens:
@@ -168,11 +171,11 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, 
         log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
     responses = torch.where(token_mask(responses), responses, END)
     found = {"prompts": prompts, "responses": responses, "rewards": task.reward(prompts, responses)}
-    return SimpleNamespace(**found, log_probs=behaviour, entropy=entropy)
+    return SimpleNamespace(**found, log_probs=behavior, entropy=entropy)
 
 
 def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-    """One optimizer step; returns the gradient's norm before it is clipped."""
+    """Do one optimizer step; return the gradient norm before clipping."""
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -181,7 +184,7 @@ def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tenso
 
 
 def start_policy(run: Run, task: Walk) -> Policy:
-    """Fine-tuned until it is right now and then; a function of task and seed, made once and kept on disk."""
+    """Return the start policy of a task and seed: fine-tuned once until some responses are right, then kept on disk."""
     torch.manual_seed(run.seed)
     policy, prompts, file = Policy(task), split_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
     if not file.exists():
@@ -198,7 +201,7 @@ def start_policy(run: Run, task: Walk) -> Policy:
 
 
 def clip_config(run: Run) -> ClipConfig:
-    """The search of this run; for fixed bounds its grid is one point."""
+    """Return this run's search; fixed bounds are a search over one point."""
     if run.clip in PRESETS:
         given = {"contribution": run.contribution, "positive_contribution_target": run.target}
         return replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value})
@@ -207,12 +210,15 @@ def clip_config(run: Run) -> ClipConfig:
 
 
 def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig, steady, run: Run) -> dict:
-    """One update, on some rows of a rollout. `steady`, a SteadyBounds or None, goes from update to update."""
+    """Do one update on some rows of a rollout; return its metrics.
+
+    `steady` is None or the SteadyBounds of the run, which this update moves on.
+    """
     rows = rows[token_mask(rollout.responses[rows]).sum(1).argsort()]
     mask = token_mask(rollout.responses[rows])
     advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
     log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
-    ratio = (log_probs - rollout.log_probs[rows][mask]).clamp(-20, 20).exp()  # [tokens], as all that follows
+    ratio = (log_probs - rollout.log_probs[rows][mask]).clamp(-20, 20).exp()  # [tokens], like all tensors below
 
     tally = tally_contributions(ratio.detach(), advantages, torch.ones_like(ratio), config)
     found = solve_clip_bounds(tally, config)
@@ -220,9 +226,9 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig,
         steady.update(tally)
     lower, upper = (steady or found).lower, (steady or found).upper
     if steady and not run.same_update:
-        steady.update(tally)  # for the next update: this one's bounds were known before its forward
+        steady.update(tally)  # for the next update; the bounds of this one were known before its forward pass
     gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
-    if run.dual_clip:  # bounds what a negative token with a large ratio can do (arXiv 1912.09729)
+    if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
         gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
     norm = optimize(policy, optimizer, -gain.mean())
 
@@ -235,7 +241,7 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig,
 
 
 def train(run: Run) -> list[dict[str, float]]:
-    """A row of metrics for each rollout; those of updates are means over the updates that came after it."""
+    """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout."""
     task, config, (prompts, heldout) = TASKS[run.task], clip_config(run), split_prompts(TASKS[run.task])
     policy, queue, table = start_policy(run, task), deque(), []
     steady = SteadyBounds(config, SmoothingConfig(run.half_life, run.smoothing_of)) if run.half_life else None
@@ -257,7 +263,7 @@ def train(run: Run) -> list[dict[str, float]]:
         row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
         row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
         row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
-        while len(queue) > run.lag:  # a run's last `lag` rollouts are not trained on
+        while len(queue) > run.lag:  # the last `lag` rollouts of a run are never trained on
             stale = queue.popleft()
             parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
             updates = [train_on(policy, optimizer, stale, part, config, steady, run) for part in parts]
@@ -274,7 +280,7 @@ def train(run: Run) -> list[dict[str, float]]:
 
 
 def main(train=train, description: str = __doc__) -> None:
-    """Take a run's fields as flags, train, and write its table if asked to."""
+    """Parse a Run's fields as flags, train, and write the table if --out is given."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Run):
         kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "default": field.default}

@@ -1,4 +1,4 @@
-"""BAPO without a framework: the example's loop trains on what it says, between the core's bounds."""
+"""The study of late data: its training loop, its tasks, and its tables, each held to what it says."""
 
 import importlib.util
 import itertools
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from math import nan
 from pathlib import Path
 
 import pipeline
@@ -28,7 +29,7 @@ def load(name: str):
 
 
 walk, study = load("walk"), load("study")
-other_tasks, through_pipeline = load("other_tasks"), load("through_pipeline")  # which import walk
+other_tasks, through_pipeline = load("other_tasks"), load("through_pipeline")  # both import walk
 TASK = walk.Walk(num_values=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
 UP, DOWN, LEFT, RIGHT, END = range(5)
 
@@ -44,14 +45,14 @@ def policy():
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """Settings of a run that takes a second, rewarded for what an untrained policy does now and then."""
+    """Return settings of a run of one second, with a reward that an untrained policy sometimes gets."""
     monkeypatch.setitem(walk.TASKS, "tiny", TASK)
     monkeypatch.setattr(walk.Walk, "reward", lambda task, prompts, responses: (responses[:, 0] == UP).float())
     return walk.Run(task="tiny", lr=1e-2, prompts=4, samples=4, updates=2, rollouts=5, starts=str(tmp_path))
 
 
 def with_advantages(rollout):
-    """A rollout whose advantages have both signs, whatever its rewards."""
+    """Give a rollout advantages of both signs, whatever its rewards."""
     rollout.advantages = torch.linspace(-1, 1.5, len(rollout.rewards))
     return rollout
 
@@ -100,7 +101,7 @@ def test_water_jugs_are_scored_as_reasoning_gym_scores_them():
         assert right == (valid and response[-1] == END)
 
 
-def test_water_jugs_that_stray_never_are_solved_in_the_fewest_moves():
+def test_water_jugs_without_random_moves_are_solved_in_the_fewest_moves():
     prompts = JUGS.prompts()
     responses = replace(JUGS, random_moves=0.0).demonstrate(prompts)
     assert JUGS.reward(prompts, responses).all()
@@ -114,7 +115,7 @@ def test_water_jugs_that_stray_never_are_solved_in_the_fewest_moves():
     )
 
 
-def test_a_sum_is_right_with_the_digits_that_python_writes():
+def test_the_right_response_to_a_sum_is_its_decimal_digits():
     sums = walk.TASKS["sums"]
     prompts = sums.prompts()
     responses = sums.demonstrate(prompts)
@@ -132,11 +133,11 @@ def test_no_prompt_is_both_trained_on_and_held_out():
     assert len(heldout) == 256
 
 
-def test_log_probs_of_sampling_with_a_cache_are_those_of_the_training_forward(policy):
+def test_sampling_with_a_cache_gives_the_log_probs_of_the_training_forward(policy):
     rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:40], TASK, samples=3)
     mask = walk.token_mask(rollout.responses)
     lengths = mask.sum(1)
-    assert lengths.min() == 1 and lengths.max() == TASK.max_tokens  # rows left the cache on the way
+    assert lengths.min() == 1 and lengths.max() == TASK.max_tokens  # finished rows left the cache during sampling
     recomputed = policy.log_probs(rollout.prompts, rollout.responses)
     torch.testing.assert_close(rollout.log_probs[mask], recomputed, atol=1e-5, rtol=0)
 
@@ -150,7 +151,7 @@ def test_greedy_sampling_takes_the_likeliest_token(policy):
 
 
 def reference_gradient(policy, rollout, rows, lower, upper, dual_clip):
-    """Gradient of PPO's objective over the rows' tokens, token by token from its definition."""
+    """Return the gradient of PPO's loss over the rows' tokens, computed token by token from its definition."""
     gains = []
     for row in rows.tolist():
         num = int(walk.token_mask(rollout.responses[row : row + 1]).sum())
@@ -168,7 +169,7 @@ def reference_gradient(policy, rollout, rows, lower, upper, dual_clip):
 
 @pytest.fixture
 def stale(policy):
-    """A rollout of 24 rows, and a policy that has since moved on."""
+    """Return a rollout of 24 rows, after which `policy` was changed."""
     rollout = with_advantages(walk.sample(policy, walk.split_prompts(TASK)[1][:8], TASK, samples=3))
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -177,7 +178,7 @@ def stale(policy):
 
 
 def update(policy, rollout, rows, run, steady=None):
-    """(metrics, parameters before less after) of one update by plain gradient descent."""
+    """Do one update by plain gradient descent; return (metrics, parameters before minus parameters after)."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters()]).clone()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     metrics = walk.train_on(policy, optimizer, rollout, rows, walk.clip_config(run), steady, run)
@@ -185,7 +186,7 @@ def update(policy, rollout, rows, run, steady=None):
 
 
 def ratios(policy, rollout, rows):
-    """Importance ratios and advantages of the rows' tokens, flat."""
+    """Return importance ratios and advantages of the rows' tokens, flat."""
     mask = walk.token_mask(rollout.responses[rows])
     log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows]).detach()
     advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
@@ -215,9 +216,7 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
 
 
 @pytest.mark.parametrize("same_update", [False, True])
-def test_steady_bounds_of_an_update_come_from_the_updates_before_it_or_with_same_update_from_it_too(
-    policy, stale, same_update
-):
+def test_steady_bounds_average_the_updates_before_and_with_same_update_the_current_one_too(policy, stale, same_update):
     run = walk.Run(clip="readme", contribution="gradient", half_life=3.0, same_update=same_update)
     config = walk.clip_config(run)
     steady, expected = (SteadyBounds(config, SmoothingConfig(3.0)) for _ in range(2))
@@ -234,13 +233,13 @@ def test_steady_bounds_of_an_update_come_from_the_updates_before_it_or_with_same
 
 
 @pytest.mark.parametrize("lag", [0, 3])
-def test_every_rollout_is_trained_on_lag_rollouts_after_it_was_made_in_every_epoch_and_row(tiny, monkeypatch, lag):
-    made, trained = [], []  # rollouts; (how many were made by then, number of the rollout, its rows)
+def test_every_row_is_trained_on_once_per_epoch_and_lag_rollouts_after_it_was_made(tiny, monkeypatch, lag):
+    made, trained = [], []  # rollouts; (number of the newest rollout, number of the trained one, its rows)
     sample, train_on = walk.sample, walk.train_on
 
     def recording_sample(policy, prompts, task, samples=1, greedy=False):
         rollout = sample(policy, prompts, task, samples, greedy)
-        if samples == tiny.samples:  # else an evaluation
+        if samples == tiny.samples:  # otherwise it is an evaluation
             made.append(rollout)
         return rollout
 
@@ -261,7 +260,7 @@ def test_every_rollout_is_trained_on_lag_rollouts_after_it_was_made_in_every_epo
     assert len(made) == tiny.rollouts
 
 
-def test_advantages_are_rewards_normalised_in_the_group_of_one_prompts_samples(tiny, monkeypatch):
+def test_advantages_are_rewards_normalized_over_the_samples_of_one_prompt(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(walk, "train_on", lambda policy, optimizer, rollout, *rest: seen.append(rollout) or {})
     walk.train(tiny)
@@ -284,73 +283,68 @@ def test_on_policy_ratios_are_one_and_late_ones_are_not(tiny):
     assert all(row["ratio_max"] > 1.001 for row in late[3:])
 
 
-def test_a_run_is_a_function_of_its_settings_whether_its_start_is_made_or_loaded(tiny):
+def test_equal_settings_give_equal_runs_whether_the_start_policy_is_made_or_loaded(tiny):
     first, again, other = (walk.train(run) for run in (tiny, tiny, replace(tiny, seed=1)))
-    assert str(first) == str(again)  # as text, for the NaNs
+    assert str(first) == str(again)  # compared as text, because NaN != NaN
     assert str(first) != str(other)
 
 
 @pytest.mark.parametrize("clip", ["ppo", "none", "0.7:1.9"])
-def test_fixed_bounds_are_those_named(clip):
+def test_clip_names_fixed_bounds_or_gives_them_as_a_pair(clip):
     config = walk.clip_config(walk.Run(clip=clip))
     lower, upper = {"ppo": (0.8, 1.2), "none": (1e-9, 1e9)}.get(clip, (0.7, 1.9))
     assert (config.lower_grid(), config.upper_grid()) == ([lower], [upper])
 
 
-def test_a_preset_keeps_all_that_is_not_given():
+def test_contribution_and_target_replace_those_of_the_preset_only_if_given():
     assert walk.clip_config(walk.Run(clip="paper")) == ClipConfig.preset("paper")
     given = walk.clip_config(walk.Run(clip="paper", contribution="gradient", target=0.45))
     assert given == replace(ClipConfig.preset("paper"), contribution="gradient", positive_contribution_target=0.45)
 
 
-def test_the_loop_is_short_enough_to_be_read_in_ten_minutes():
-    lines = (FOLDER / "walk.py").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) < 250
+COLUMNS = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
 
 
-def leave_cell(file: Path, first_rollouts: float, last_rollouts: float):
-    """A result with the same number in all columns."""
-    columns = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
-    values = [first_rollouts] * 40 + [last_rollouts] * 20
-    file.write_text("\n".join([",".join(columns), *(",".join([str(value)] * len(columns)) for value in values)]))
+def result(first_rollouts: float, last_rollouts: float) -> study.Columns:
+    """Return a cell's result with the same numbers in all columns."""
+    return {column: [first_rollouts] * 40 + [last_rollouts] * study.LAST for column in COLUMNS}
 
 
-def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts(tmp_path):
+def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts():
     name = "walk-lag8-updates8-lr0.0001"
     cells = study.read_cells(FOLDER / "study.toml", f"{name}-*")
+    found = {}
     for seed, value in enumerate((0.5, 0.6, 0.7)):
-        leave_cell(tmp_path / f"{name}-ppo-seed{seed}.csv", 9, value)
-        if seed < 2:  # another reward by seed, so that a difference is one of pairs
-            leave_cell(tmp_path / f"{name}-gradient-seed{seed}.csv", 9, value + 0.2 + seed / 10)
-    lines = study.tables(cells, tmp_path, against="", details=False)
+        found[f"{name}-ppo-seed{seed}"] = result(9, value)
+        if seed < 2:  # the difference depends on the seed, so that only pairs of seeds give the right error
+            found[f"{name}-gradient-seed{seed}"] = result(9, value + 0.2 + seed / 10)
+    lines = study.tables(cells, found, against="", details=False)
     assert "| ppo | 0.600 \u00b1 0.058 (3) |" in lines  # 0.1 / sqrt(3)
     assert "| gradient | 0.800 \u00b1 0.100 (2) |" in lines
-    lines = study.tables(cells, tmp_path, against="ppo", details=False)
+    lines = study.tables(cells, found, against="ppo", details=False)
     assert "| gradient | 0.800 \u00b1 0.100 (2) | 0.250 \u00b1 0.050 (2) |" in lines
 
 
-def test_two_runs_of_a_seed_are_a_pair_only_if_their_start_policies_are_the_same(tmp_path):
+def test_two_cells_of_a_seed_are_a_pair_only_if_their_start_policies_are_equal():
     name = "lag8-updates8-lr0.0001"
     cells = study.read_cells(FOLDER / "study.toml", f"*{name}-*")
+    found = {}
     for task in ("walk", "pipeline"):
         for seed in (0, 1):
-            leave_cell(tmp_path / f"{task}-{name}-ppo-seed{seed}.csv", 0.25, 0.5)
-            leave_cell(tmp_path / f"{task}-{name}-gradient-seed{seed}.csv", 0.25 + seed / 100, 0.75 + seed / 10)
-    lines = study.tables(cells, tmp_path, against="ppo", details=False)
+            found[f"{task}-{name}-ppo-seed{seed}"] = result(0.25, 0.5)
+            found[f"{task}-{name}-gradient-seed{seed}"] = result(0.25 + seed / 100, 0.75 + seed / 10)
+    lines = study.tables(cells, found, against="ppo", details=False)
     both = "| gradient | 0.800 \u00b1 0.050 (2) | "
-    assert both + "0.250 (1) |" in lines  # of the walk: its first rollout is made from the seed's random numbers
-    assert both + "0.300 \u00b1 0.050 (2) |" in lines
+    assert both + "0.250 (1) |" in lines  # the walk: the first rollouts of seed 1 differ
+    assert both + "0.300 \u00b1 0.050 (2) |" in lines  # the pipeline: first rollouts always differ
 
 
-def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_several_learning_rates(tmp_path):
+def test_the_figure_has_a_line_per_method_and_a_panel_per_setting_with_several_learning_rates(tmp_path):
     cells = study.read_cells(FOLDER / "study.toml", "walk-*")
-    columns = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
     rewards = {"8-lr0.0001-ppo-seed0": 0.5, "8-lr0.0001-ppo-seed1": 0.7, "8-lr5e-05-ppo-seed0": 0.8}
     rewards |= {"8-lr5e-05-gradient-seed0": 0.9, "1-lr0.0001-ppo-seed0": 0.1}
-    for name, value in rewards.items():
-        text = "\n".join(",".join(row) for row in [columns, [str(value)] * len(columns)])
-        (tmp_path / f"walk-lag8-updates{name}.csv").write_text(text)
-    (panel,) = study.draw(cells, tmp_path, ["gradient", "ppo"], tmp_path / "study.png").axes
+    found = {f"walk-lag8-updates{name}": {column: [value] for column in COLUMNS} for name, value in rewards.items()}
+    (panel,) = study.draw(cells, found, ["gradient", "ppo"], tmp_path / "study.png").axes
     lines = [container.lines for container in panel.containers]
     assert [line.get_xydata().tolist() for line, *_ in lines] == [[[5e-5, 0.9]], [[5e-5, 0.8], [1e-4, 0.6]]]
     (at_5e5, at_1e4) = lines[1][2][0].get_segments()
@@ -359,30 +353,52 @@ def test_the_picture_has_a_line_a_method_and_a_panel_for_each_setting_with_sever
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
 
-def test_every_mean_with_an_error_that_the_study_reports_is_one_of_its_cells():
-    """Of one method's seeds, or of what they are above another's, at any rate; of three, or the number in brackets."""
-    found = set()
+def test_add_copies_each_finished_cell_of_the_study_into_the_results_once_and_without_loss(tmp_path):
+    results, runs = tmp_path / "results.parquet", tmp_path / "runs"
+    runs.mkdir()
+    given = {
+        "pipeline-seed0": {"rollout": [1.0], "reward": [0.7], "staleness": [8.0]},
+        "walk-seed0": {"rollout": [0.0, 1.0], "reward": [0.1, 1e-9], "greedy": [nan, 0.5]},
+        "walk-seed1": {"rollout": [0.0, 1.0], "reward": [0.3, 1 / 3], "greedy": [0.25, nan]},
+    }
+    (runs / "walk-seed2.part").write_text("rollout,reward\n0,0.1\n")  # still running, or killed
+    (runs / "other.csv").write_text("rollout,reward\n0,0.1\n")  # not declared
+    for name in reversed(given):
+        columns = given[name]
+        rows = [columns, *zip(*columns.values(), strict=True)]
+        (runs / f"{name}.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+        assert study.add(given, results, runs) == 1
+    assert study.add(given, results, runs) == 0
+    assert str(study.read_parquet(results)) == str(given)  # compared as text, because NaN != NaN
+    assert str(study.read_results(tmp_path / "none.parquet", runs)["walk-seed1"]) == str(given["walk-seed1"])
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results():
+    """Each is a method's reward in one setting or the difference of two methods, over the seeds in brackets or 3."""
+    reported_by = set()
     cells = study.read_cells(FOLDER / "study.toml", "*")
-    for by_lr in study.summaries(cells, FOLDER / "results").values():
+    for by_lr in study.summaries(cells, study.read_parquet(FOLDER / "results.parquet")).values():
         of_method = [runs for by_method in by_lr.values() for runs in by_method.values()]
         groups = [[run["reward"] for run in runs.values()] for runs in of_method]
         groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
-        found |= {study.mean_and_error(group) for group in groups}
+        reported_by |= {study.mean_and_error(group) for group in groups}
     text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
     reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
     assert len(reported) > 100
-    assert {f"{value} ({num or 3})" for value, num in reported} <= found
+    assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
 
 
-def test_every_cell_of_the_study_is_a_run_that_the_example_takes():
+def test_the_results_are_the_cells_of_the_study():
     cells = study.read_cells(FOLDER / "study.toml", "*")
-    assert len(cells) > 100
+    assert set(study.read_parquet(FOLDER / "results.parquet")) == set(cells)
+    assert len(cells) == 718
     for cell in cells.values():
         settings = {axis: cell[axis] for axis in study.AXES if axis != "method"} | cell["flags"]
         walk.clip_config(walk.Run(**settings))
 
 
-def test_the_pipelines_cells_have_the_settings_of_their_names(tmp_path):
+def test_flags_of_a_pipeline_cell_give_the_training_command_the_same_settings(tmp_path):
     base = pipeline.flags(pipeline.make_model(tmp_path))
 
     def settings(*method: str, **given):
@@ -405,14 +421,14 @@ def test_the_pipelines_cells_have_the_settings_of_their_names(tmp_path):
     assert settings(*bapo, clip="readme", task="pipeline_partial", lag=0).partial.token_budget > 0
 
 
-def test_a_method_that_the_study_does_not_define_is_named(tmp_path):
+def test_an_undefined_method_in_study_toml_is_refused_by_name(tmp_path):
     text = (FOLDER / "study.toml").read_text().replace("ppo_dual = {", "ppo_duel = {")
     (tmp_path / "study.toml").write_text(text)
     with pytest.raises(ValueError, match="method ppo_dual is not among ppo, ppo_duel, "):
         study.read_cells(tmp_path / "study.toml", "*")
 
 
-def test_the_commands_in_the_examples_readme_have_flags_that_exist():
+def test_every_flag_in_the_studys_readme_exists():
     commands = re.findall(r"^\.venv/bin/python (\S+) (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert {Path(file).name for file, _ in commands} == {"walk.py", "other_tasks.py", "study.py"}
     for file, words in commands:
