@@ -16,10 +16,9 @@ from test_late_data_study import FOLDER, walk
 def small_study(monkeypatch, tmp_path):
     """Return (flags of study.py, its runs folder) for two cells of one rollout, whose start policy exists already."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "late_data" / "starts").mkdir(parents=True)
-    torch.save(
-        walk.Policy(walk.TASKS["walk"]).state_dict(), tmp_path / "runs" / "late_data" / "starts" / "walk-seed3.pt"
-    )
+    starts = tmp_path / "runs" / "late_data" / "starts"
+    starts.mkdir(parents=True)
+    torch.save(walk.Policy(walk.TASKS["walk"]).state_dict(), starts / "walk-seed3.pt")
     (tmp_path / "study.toml").write_text(
         """
         [methods]

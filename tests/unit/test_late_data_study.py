@@ -1,4 +1,4 @@
-"""The study of late data: its training loop, its tasks, and its tables, each held to what it says."""
+"""The study of late data: its training loop, tasks, tables, figure and results."""
 
 import importlib.util
 import itertools
