@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from datasets import load_dataset
+from openrlhf_bapo.core.steady_bounds import SmoothingConfig
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 EXAMPLES = Path(__file__).resolve().parents[1]

@@ -16,15 +16,9 @@ import torch
 from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from openrlhf_bapo.core.clip_bounds import (
-    PRESETS,
-    ClipConfig,
-    measure_clip_bounds,
-    solve_clip_bounds,
-    tally_at_bounds,
-    tally_contributions,
-)
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds
+from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
+from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, importance_ratio, make_clip_rule
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
@@ -41,7 +35,7 @@ class Run:
     clip: str = "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, or LOWER:UPPER
     contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
     target: float = 0.0  # target for the positive share; 0 keeps the preset's
-    half_life: float = 0.0  # of the bounds' moving average, in updates; 0: no average, each update uses its own search
+    half_life: float = 0.0  # of the bounds' moving average, in updates; 0 keeps the preset's
     smoothing_of: str = "bounds"  # what is averaged: "bounds" or "tally"
     same_update: bool = False  # the average includes the update that uses it
     dual_clip: float = 0.0  # dual clip's constant; 0: no dual clip
@@ -200,40 +194,37 @@ def start_policy(run: Run, task: Walk) -> Policy:
     return policy
 
 
-def clip_config(run: Run) -> ClipConfig:
-    """Return this run's search; fixed bounds are a search over one point."""
-    if run.clip in PRESETS:
-        given = {"contribution": run.contribution, "positive_contribution_target": run.target}
-        return replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value})
-    low, high = FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))
-    return ClipConfig(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+def clip_rule(run: Run) -> ClipRule:
+    """Return the rule that chooses this run's clip bounds."""
+    if run.clip not in PRESETS:
+        return FixedBounds(*(FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))))
+    smoothing = SmoothingConfig(run.half_life, run.smoothing_of) if run.half_life else None
+    given = {"contribution": run.contribution, "positive_contribution_target": run.target, "smoothing": smoothing}
+    return make_clip_rule(replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value}))
 
 
-def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig, steady, run: Run) -> dict:
-    """Do one update on some rows of a rollout; return its metrics.
-
-    `steady` is None or the SteadyBounds of the run, which this update moves on.
-    """
+def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run: Run) -> dict:
+    """Do one update on some rows of a rollout; return its metrics."""
     rows = rows[token_mask(rollout.responses[rows]).sum(1).argsort()]
     mask = token_mask(rollout.responses[rows])
     advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
     log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
-    ratio = (log_probs - rollout.log_probs[rows][mask]).clamp(-20, 20).exp()  # [tokens], like all tensors below
+    behavior_log_probs = rollout.log_probs[rows][mask]
+    ratio = importance_ratio(log_probs, behavior_log_probs)  # [tokens], like all tensors below
 
-    tally = tally_contributions(ratio.detach(), advantages, torch.ones_like(ratio), config)
-    found = solve_clip_bounds(tally, config)
-    if steady and run.same_update:
-        steady.update(tally)
-    lower, upper = (steady or found).lower, (steady or found).upper
-    if steady and not run.same_update:
-        steady.update(tally)  # for the next update; the bounds of this one were known before its forward pass
+    tokens = Tokens(log_probs.detach(), behavior_log_probs, advantages, torch.ones_like(advantages))
+    rule.tally(tokens)
+    update = rule.close_update() if rule.needs_tally_first or run.same_update else None
+    lower, upper = rule.bounds(tokens)
+    update = update or rule.close_update()  # its bounds were known before its forward pass
     gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
     if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
         gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
     norm = optimize(policy, optimizer, -gain.mean())
 
-    r, size = ratio.detach(), advantages.abs()
-    used = measure_clip_bounds(tally_at_bounds(r, advantages, torch.ones_like(r), lower, upper), lower, upper, config)
+    r, size, found = ratio.detach(), advantages.abs(), update.found or update.used
+    tally = tally_at_bounds(r, advantages, torch.ones_like(r), lower, upper)
+    used = measure_clip_bounds(tally, lower, upper, rule.config)
     metrics = {"lower": lower, "upper": upper, "found_lower": found.lower, "found_upper": found.upper}
     metrics |= {"share_unclipped": (r * size)[advantages > 0].sum() / (r * size).sum(), "share": used.gradient_share}
     metrics |= {"clip_positive": used.clip_frac_positive, "clip_negative": used.clip_frac_negative}
@@ -242,9 +233,8 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig,
 
 def train(run: Run) -> list[dict[str, float]]:
     """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout."""
-    task, config, (prompts, heldout) = TASKS[run.task], clip_config(run), split_prompts(TASKS[run.task])
+    task, rule, (prompts, heldout) = TASKS[run.task], clip_rule(run), split_prompts(TASKS[run.task])
     policy, queue, table = start_policy(run, task), deque(), []
-    steady = SteadyBounds(config, SmoothingConfig(run.half_life, run.smoothing_of)) if run.half_life else None
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     torch.manual_seed(run.seed)
     changed_at, _, change = run.then.partition(":")
@@ -266,7 +256,7 @@ def train(run: Run) -> list[dict[str, float]]:
         while len(queue) > run.lag:  # the last `lag` rollouts of a run are never trained on
             stale = queue.popleft()
             parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
-            updates = [train_on(policy, optimizer, stale, part, config, steady, run) for part in parts]
+            updates = [train_on(policy, optimizer, stale, part, rule, run) for part in parts]
             row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
         if number % 10 == 0 or number + 1 == run.rollouts:
             row["greedy"] = sample(policy, heldout, task, greedy=True).rewards.mean()

@@ -16,7 +16,8 @@ from pipeline import REPOSITORY
 from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
 
 from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
 
 FOLDER = REPOSITORY / "studies" / "late_data"
 
@@ -177,11 +178,11 @@ def stale(policy):
     return rollout
 
 
-def update(policy, rollout, rows, run, steady=None):
+def update(policy, rollout, rows, run, rule=None):
     """Do one update by plain gradient descent; return (metrics, parameters before minus parameters after)."""
     before = torch.cat([p.detach().flatten() for p in policy.parameters()]).clone()
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    metrics = walk.train_on(policy, optimizer, rollout, rows, walk.clip_config(run), steady, run)
+    metrics = walk.train_on(policy, optimizer, rollout, rows, rule or walk.clip_rule(run), run)
     return metrics, before - torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
@@ -201,7 +202,7 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
     run = walk.Run(clip="readme", contribution=contribution, target=0.6, dual_clip=dual_clip)
     rows = torch.arange(20)  # not all
     ratio, advantages = ratios(policy, stale, rows)
-    bounds = find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_config(run))
+    bounds = find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_rule(run).config)
     assert (ratio > bounds.upper).any() and (ratio < bounds.lower).any()
     gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), dual_clip)
 
@@ -218,18 +219,19 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
 @pytest.mark.parametrize("same_update", [False, True])
 def test_steady_bounds_average_the_updates_before_and_with_same_update_the_current_one_too(policy, stale, same_update):
     run = walk.Run(clip="readme", contribution="gradient", half_life=3.0, same_update=same_update)
-    config = walk.clip_config(run)
-    steady, expected = (SteadyBounds(config, SmoothingConfig(3.0)) for _ in range(2))
+    steady, expected = walk.clip_rule(run), walk.clip_rule(run)
+    config = ClipConfig(contribution="gradient", smoothing=SmoothingConfig(3.0))
+    assert isinstance(steady, SteadyBounds) and steady.config == config
     for rows in torch.arange(24).chunk(4):
         ratio, advantages = ratios(policy, stale, rows)
         tally = tally_contributions(ratio, advantages, torch.ones_like(ratio), config)
         if same_update:
-            expected.update(tally)
+            expected.follow(tally)
         metrics, _ = update(policy, stale, rows, run, steady)
         assert metrics["lower"].item() == pytest.approx(expected.lower.item(), abs=1e-9)
         assert metrics["upper"].item() == pytest.approx(expected.upper.item(), abs=1e-9)
         if not same_update:
-            expected.update(tally)
+            expected.follow(tally)
 
 
 @pytest.mark.parametrize("lag", [0, 3])
@@ -291,14 +293,14 @@ def test_equal_settings_give_equal_runs_whether_the_start_policy_is_made_or_load
 
 @pytest.mark.parametrize("clip", ["ppo", "none", "0.7:1.9"])
 def test_clip_names_fixed_bounds_or_gives_them_as_a_pair(clip):
-    config = walk.clip_config(walk.Run(clip=clip))
+    rule = walk.clip_rule(walk.Run(clip=clip))
     lower, upper = {"ppo": (0.8, 1.2), "none": (1e-9, 1e9)}.get(clip, (0.7, 1.9))
-    assert (config.lower_grid(), config.upper_grid()) == ([lower], [upper])
+    assert isinstance(rule, FixedBounds) and (rule.lower.item(), rule.upper.item()) == (lower, upper)
 
 
 def test_contribution_and_target_replace_those_of_the_preset_only_if_given():
-    assert walk.clip_config(walk.Run(clip="paper")) == ClipConfig.preset("paper")
-    given = walk.clip_config(walk.Run(clip="paper", contribution="gradient", target=0.45))
+    assert walk.clip_rule(walk.Run(clip="paper")).config == ClipConfig.preset("paper")
+    given = walk.clip_rule(walk.Run(clip="paper", contribution="gradient", target=0.45)).config
     assert given == replace(ClipConfig.preset("paper"), contribution="gradient", positive_contribution_target=0.45)
 
 
@@ -395,7 +397,7 @@ def test_the_results_are_the_cells_of_the_study():
     assert len(cells) == 718
     for cell in cells.values():
         settings = {axis: cell[axis] for axis in study.AXES if axis != "method"} | cell["flags"]
-        walk.clip_config(walk.Run(**settings))
+        walk.clip_rule(walk.Run(**settings))
 
 
 def test_flags_of_a_pipeline_cell_give_the_training_command_the_same_settings(tmp_path):
