@@ -18,8 +18,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
-from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig
+from openrlhf_bapo import ClipConfig, SmoothingConfig
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 EXAMPLES = Path(__file__).resolve().parents[1]

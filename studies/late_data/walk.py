@@ -16,15 +16,15 @@ import torch
 from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from openrlhf_bapo.core.clip_bounds import (
-    PRESETS,
+from openrlhf_bapo import (
     ClipConfig,
+    SmoothingConfig,
+    SteadyBounds,
     measure_clip_bounds,
     solve_clip_bounds,
     tally_at_bounds,
     tally_contributions,
 )
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
@@ -200,13 +200,18 @@ def start_policy(run: Run, task: Walk) -> Policy:
     return policy
 
 
+def fixed_bounds(clip: str) -> tuple[float, ...] | None:
+    """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for a preset."""
+    return tuple(map(float, clip.split(":"))) if ":" in clip else FIXED_BOUNDS.get(clip)
+
+
 def clip_config(run: Run) -> ClipConfig:
     """Return this run's search; fixed bounds are a search over one point."""
-    if run.clip in PRESETS:
-        given = {"contribution": run.contribution, "positive_contribution_target": run.target}
-        return replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value})
-    low, high = FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))
-    return ClipConfig(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+    if bounds := fixed_bounds(run.clip):
+        low, high = bounds
+        return ClipConfig(ratio_lower_start=low, ratio_lower_max=low, ratio_upper_start=high, ratio_upper_max=high)
+    given = {"contribution": run.contribution, "positive_contribution_target": run.target}
+    return replace(ClipConfig.preset(run.clip), **{name: value for name, value in given.items() if value})
 
 
 def train_on(policy, optimizer, rollout, rows: torch.Tensor, config: ClipConfig, steady, run: Run) -> dict:

@@ -15,8 +15,7 @@ import torch
 from pipeline import REPOSITORY
 from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
 
-from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo import ClipConfig, SmoothingConfig, SteadyBounds, find_clip_bounds, tally_contributions
 
 FOLDER = REPOSITORY / "studies" / "late_data"
 
