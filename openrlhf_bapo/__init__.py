@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         SearchedBounds,
         SteadyBounds,
         Tokens,
+        importance_ratio,
         make_clip_rule,
     )
     from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
@@ -43,6 +44,7 @@ _MODULES = {
     "SteadyBounds": "openrlhf_bapo.core.clip_rules",
     "Tokens": "openrlhf_bapo.core.clip_rules",
     "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "importance_ratio": "openrlhf_bapo.core.clip_rules",
     "make_clip_rule": "openrlhf_bapo.core.clip_rules",
     "measure_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "register": "openrlhf_bapo.openrlhf.registration",

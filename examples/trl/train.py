@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 from datasets import load_dataset
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
@@ -62,9 +61,8 @@ def main() -> None:
 
     make, ours = GRPOTrainer, {}
     if args.method != "grpo":
-        make, ours = BapoGRPOTrainer, {"bapo": ClipConfig(contribution="gradient")}
-    if args.method == "steady":
-        ours["smoothing"] = SmoothingConfig(half_life=20)
+        bapo = "steady" if args.method == "steady" else ClipConfig(contribution="gradient")
+        make, ours = BapoGRPOTrainer, {"bapo": bapo}
     trainer = make(
         model=AutoModelForCausalLM.from_pretrained(start / "model", dtype="float32"),
         reward_funcs=is_right,

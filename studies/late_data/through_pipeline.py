@@ -14,7 +14,7 @@ import tempfile
 from math import nan
 from pathlib import Path
 
-from walk import FIXED_BOUNDS, PRESETS, Run, main
+from walk import Run, fixed_bounds, main
 
 from openrlhf_bapo.cli.plot import read_scalars
 
@@ -44,13 +44,13 @@ COLUMNS = {
 def flags_of(run: Run) -> list[str]:
     """Translate walk.py's flags into flags of the training command."""
     flags = ["--train.seed", run.seed, "--actor.adam.lr", run.lr, "--offpolicy.lag", run.lag, *DATA[run.task]]
-    if run.clip in PRESETS:
+    if bounds := fixed_bounds(run.clip):
+        low, high = bounds
+        flags += ["--actor.eps_clip_low_high", f"{1 - low:.6g}", f"{high - 1:.6g}"]
+    else:
         flags += ["--bapo.smoothing", run.half_life]
         flags += ["--bapo.contribution", run.contribution] if run.contribution else []
         flags += ["--bapo.positive_contribution_target", run.target] if run.target else []
-    else:
-        low, high = FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))
-        flags += ["--actor.eps_clip_low_high", f"{1 - low:.6g}", f"{high - 1:.6g}"]
     flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
     return [str(flag) for flag in flags]
 
@@ -71,7 +71,7 @@ def train(run: Run) -> list[dict[str, float]]:
     start = Path(run.starts, f"pipeline-seed{run.seed}").resolve()
     prepare = ["examples/quickstart/prepare.py", "--task", "walk", "--seed", str(run.seed), str(start)]
     subprocess.run([sys.executable, *prepare], cwd=REPOSITORY, check=True)
-    method = {"METHOD": "bapo", "PRESET": run.clip} if run.clip in PRESETS else {"METHOD": "grpo"}
+    method = {"METHOD": "grpo"} if fixed_bounds(run.clip) else {"METHOD": "bapo", "PRESET": run.clip}
     sizes = {"STEPS": run.rollouts, "EVAL_STEPS": run.rollouts, "UPDATES": run.updates, "EPOCHS": run.epochs}
     with tempfile.TemporaryDirectory(dir=start.parent) as folder:
         Path(folder, "start").symlink_to(start)

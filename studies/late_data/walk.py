@@ -16,9 +16,17 @@ import torch
 from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds
-from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, importance_ratio, make_clip_rule
+from openrlhf_bapo import (
+    ClipConfig,
+    ClipRule,
+    FixedBounds,
+    SmoothingConfig,
+    Tokens,
+    importance_ratio,
+    make_clip_rule,
+    measure_clip_bounds,
+    tally_at_bounds,
+)
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
@@ -194,13 +202,19 @@ def start_policy(run: Run, task: Walk) -> Policy:
     return policy
 
 
+def fixed_bounds(clip: str) -> tuple[float, ...] | None:
+    """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for a preset."""
+    return tuple(map(float, clip.split(":"))) if ":" in clip else FIXED_BOUNDS.get(clip)
+
+
 def clip_rule(run: Run) -> ClipRule:
     """Return the rule that chooses this run's clip bounds."""
-    if run.clip not in PRESETS:
-        return FixedBounds(*(FIXED_BOUNDS.get(run.clip) or map(float, run.clip.split(":"))))
+    if bounds := fixed_bounds(run.clip):
+        return FixedBounds(*bounds)
     smoothing = SmoothingConfig(run.half_life, run.smoothing_of) if run.half_life else None
     given = {"contribution": run.contribution, "positive_contribution_target": run.target, "smoothing": smoothing}
-    return make_clip_rule(replace(PRESETS[run.clip], **{name: value for name, value in given.items() if value}))
+    given = {name: value for name, value in given.items() if value}
+    return make_clip_rule(replace(ClipConfig.preset(run.clip), **given))
 
 
 def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run: Run) -> dict:

@@ -15,9 +15,14 @@ import torch
 from pipeline import REPOSITORY
 from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
 
-from openrlhf_bapo.core.clip_bounds import ClipConfig, find_clip_bounds, tally_contributions
-from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
+from openrlhf_bapo import (
+    ClipConfig,
+    FixedBounds,
+    SmoothingConfig,
+    SteadyBounds,
+    find_clip_bounds,
+    tally_contributions,
+)
 
 FOLDER = REPOSITORY / "studies" / "late_data"
 
