@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pipeline
 import pytest
@@ -39,6 +40,11 @@ def documented_flags() -> set[str]:
     return found
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_every_script_and_file_that_the_pages_name_exists():
     text = TEXT + (pipeline.REPOSITORY / "CONTRIBUTING.md").read_text()
     files = set(
@@ -52,7 +58,10 @@ def test_every_script_and_file_that_the_pages_name_exists():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_and_picture_of_a_page_is_there_and_the_readme_leads_to_it(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
-    assert all((page.parent / link.partition("#")[0]).exists() for link in links), links
+    for file, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / file if file else page
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), anchor
     if page.parent == DOCS:
         assert f"- {page.name}\n" in (pipeline.REPOSITORY / "mkdocs.yml").read_text()
         assert page.name == "index.md" or f"](docs/{page.name})" in PAGES[0].read_text()
