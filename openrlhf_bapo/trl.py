@@ -40,13 +40,12 @@ class BapoGRPOTrainer(GRPOTrainer):
     def __init__(self, *args, bapo: ClipConfig | str, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         config = ClipConfig.preset(bapo) if isinstance(bapo, str) else bapo
-        level, delta, liger = self.importance_sampling_level, self.args.delta, self.args.use_liger_kernel
+        level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
         for name, value, is_allowed, allowed in (
             ("loss_type", self.loss_type, self.loss_type in MEAN_OVER, f"one of {', '.join(MEAN_OVER)}"),
             ("importance_sampling_level", level, level == "token", "token: BAPO bounds each token's ratio"),
             ("delta", delta, delta is None, "None: it would bound the ratio a second time"),
-            ("use_liger_kernel", liger, not liger, "False: its loss takes fixed bounds"),
             (
                 "dual_clip",
                 dual_clip,
