@@ -26,7 +26,10 @@ from parso.python.tree import Keyword
 
 # The modules, and the tests that must notice what goes wrong in them, quick ones first.
 TESTS = {
+    "core/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
     "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py"],
+    "core/cpu_tally.py": ["test_clip_bounds.py"],
+    "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "command/flags.py": ["test_flags.py"],

@@ -200,6 +200,18 @@ def test_a_preset_has_the_plain_loops_bounds_and_clipped_tokens_in_trl(preset, g
     presets.assert_same(in_trl(trainer, monkeypatch), preset)
 
 
+def test_the_released_recipe_counts_tokens_in_trl_where_the_loss_is_a_mean_of_each_response(directory, monkeypatch):
+    overrides = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=2)
+    trainer = BapoGRPOTrainer(**arguments(directory, **overrides, loss_type="grpo"), bapo="released")
+    presets.assert_same(in_trl(trainer, monkeypatch), "released")
+    shares = []
+    for each in (each for update in presets.make_updates() for each in update):
+        ratio = importance_ratio(each["log_probs"], each["old_log_probs"])
+        found = find_clip_bounds(ratio, each["advantages"], each["mask"], ClipConfig.preset("released"))
+        shares.append(found.initial_share.item())
+    assert trainer._metrics["train"]["bapo/initial_share"] == pytest.approx(shares)
+
+
 class BoundsPerToken(ClipRule):
     """Bounds that depend on each token's probability at rollout."""
 
