@@ -6,7 +6,8 @@
 #   DRY_RUN=command  print the training command, to run it by hand
 #   RAY_ADDRESS=...  join a running Ray cluster; without it, one is started on this machine
 #   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
-#   OVERRIDES=FILE   further flags, one per line ("--flag value"); they win over the recipe's
+#   OVERRIDES=FILE   further flags with their values, as a shell reads them (quote a value that contains spaces); lines
+#                    that start with # are comments; these flags win over the recipe's
 #   METHOD=...       bapo, or a baseline to compare it with: scripts/method.sh
 #
 # "ours" marks a value that the paper does not state. Paths must be the same on every node.
@@ -102,14 +103,14 @@ launch() {
       --eval.temperature 0.6              # ours: that of the paper's validation runs (section 5.1)
     )
   fi
-  local flag value file
+  local words file
   if [ -n "${OVERRIDES:-}" ]; then
-    while read -r flag value || [ -n "$flag" ]; do # the last line may lack its end
-      case $flag in
-        "" | \#*) ;;
-        *) FLAGS+=("$flag" ${value:+"$value"}) ;;
-      esac
-    done <"$OVERRIDES"
+    mapfile -t words < <(sed '/^[[:space:]]*#/d' "$OVERRIDES" | xargs -r printf '%s\n')
+    wait $! || {
+      echo "OVERRIDES=$OVERRIDES: cannot be read; allowed: a file of flags and values, with every quote closed" >&2
+      exit 2
+    }
+    FLAGS+=("${words[@]}")
   fi
   FLAGS+=("$@")
 
