@@ -12,7 +12,7 @@ from pathlib import Path
 from openrlhf_bapo.command.checks import clashes, gpu_groups
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.planning.memory import (
+from openrlhf_bapo.planning.actor_memory import (
     KNOWN_SHAPES,
     EngineSetup,
     ModelShape,

@@ -4,7 +4,7 @@ Operations are counted as by Kaplan et al. (arXiv 2001.08361, table 1), memory r
 2211.05102, section 2).
 """
 
-from openrlhf_bapo.planning.memory import VLLM_SEQUENCES, EngineSetup, KvCache, ModelShape, engine_weight_term
+from openrlhf_bapo.planning.actor_memory import VLLM_SEQUENCES, EngineSetup, KvCache, ModelShape, engine_weight_term
 
 
 def step_flops(

@@ -11,7 +11,7 @@ import pytest
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.command.failures import describe_failure
 from openrlhf_bapo.command.plan import disk_terms, disk_warnings, read_shape
-from openrlhf_bapo.planning import memory
+from openrlhf_bapo.planning import actor_memory as memory
 
 
 @pytest.fixture(scope="module")

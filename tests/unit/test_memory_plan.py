@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo.command.plan import Machine, make_plan, num_ratio_forwards
-from openrlhf_bapo.planning import memory as plan
+from openrlhf_bapo.planning import actor_memory as plan
 from openrlhf_bapo.planning import time
 
 GIB = 2**30
