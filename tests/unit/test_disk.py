@@ -11,7 +11,8 @@ import pytest
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.command.failures import describe_failure
 from openrlhf_bapo.command.plan import disk_terms, disk_warnings, read_shape
-from openrlhf_bapo.planning import actor_memory as memory
+from openrlhf_bapo.planning.checkpoints import replay_term
+from openrlhf_bapo.planning.model_shape import ModelShape
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_checkpoints_take_14_bytes_a_parameter_each_and_a_pool_beside_each_and_o
     for without in (dict(ckpt__save_steps=None), dict(ckpt__disable_ds=True)):
         assert sizes(**without) == model
     with_gae = sizes(algo__advantage__estimator="gae", replay__ratio=1, replay__capacity=100)["--ckpt.path"]
-    pool = memory.replay_term(100, 4, 24, 3).bytes  # beside the pool's own: returns, the engine's log-probs, values
+    pool = replay_term(capacity=100, samples_per_group=4, tokens_per_sample=24, num_extra_columns=3).bytes
     assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
 
 
@@ -47,7 +48,7 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     assert disk_warnings(args, shape) == []
     free = shutil.disk_usage(tmp_path).free
     layers = math.ceil(free / 14 / 3 / (shape.num_parameters / shape.num_layers)) * 2  # too many for the checkpoints
-    large = memory.ModelShape(**vars(shape) | {"num_layers": layers})
+    large = ModelShape(**vars(shape) | {"num_layers": layers})
     assert free < 3 * 14 * large.num_parameters and 2 * large.num_parameters < free / 2
     (line,) = disk_warnings(args, large)
     needed = f"{3 * 14 * large.num_parameters:,}"
