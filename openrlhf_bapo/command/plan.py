@@ -9,7 +9,8 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrlhf_bapo.command.checks import clashes, gpu_groups
+from openrlhf_bapo.command.checks import gpu_groups
+from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
@@ -105,7 +106,7 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
         shape: the actor's model.
         machine: the GPUs.
     """
-    plan = Plan(problems=clashes(args, shape.num_attention_heads, shape.max_position_embeddings))
+    plan = Plan(problems=list(find_clashes(args, shape.num_attention_heads, shape.max_position_embeddings)))
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
     _count_gpus(plan, args)
     _count_steps(plan, args)
@@ -229,7 +230,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
             group.micro_batch_size * args.data.max_len for group in (args.train, args.rollout)
         )
     return TrainingSetup(
-        num_gpus=args.actor.num_nodes * args.actor.num_gpus_per_node,
+        num_gpus=num_actor_gpus(args),
         micro_batch_tokens=train_tokens,
         forward_tokens=forward_tokens,
         zero_stage=args.ds.zero_stage,
