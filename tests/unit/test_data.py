@@ -1,4 +1,4 @@
-"""Public mathematics datasets become prompts that OpenRLHF reads, and no row is lost without a word."""
+"""Public mathematics data sets become prompts that OpenRLHF reads, and every row left out is named."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def convert(tmp_path, name: str, source, *flags: str) -> list[dict]:
 
 
 def mistake(capsys, *argv) -> str:
-    """The one line that a user's mistake ends in."""
+    """The one line that a user's mistake causes."""
     with pytest.raises(SystemExit) as ended:
         data.main([str(argument) for argument in argv])
     error = capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_every_row_is_either_written_or_named_with_a_reason(rows, name):
 
 
 @given(_rows, st.sampled_from(sorted(DATASETS)))
-def test_what_was_written_is_read_again_unchanged(rows, name):
+def test_written_rows_are_read_again_unchanged(rows, name):
     once = read_problems([{"answer": None} | row for row in rows], DATASETS[name])
     again = read_problems(({"problem": problem, "answer": label} for problem, label in once.usable), DATASETS[name])
     assert again.usable == once.usable and not again.left_out
@@ -201,7 +201,7 @@ def test_published_rows_become_prompts(tmp_path, capsys, name, file, num_rows, f
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("name", sorted(PUBLISHED_FORMS))
-def test_a_row_as_published_becomes_a_bare_problem_and_answer(tmp_path, name, suffix):
+def test_a_published_row_becomes_a_bare_problem_and_answer(tmp_path, name, suffix):
     source = write_rows(tmp_path / f"rows{suffix}", [PUBLISHED_FORMS[name]])
     expected = {"input": f"Find $2+2$.\n{PROMPT_SUFFIX}", "label": "4", "datasource": name}
     assert convert(tmp_path, name, source) == [expected]
@@ -236,12 +236,12 @@ def test_a_file_of_another_dataset_is_refused_and_out_is_left_as_it_was(tmp_path
 
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - {"gsm8k", "olympiadbench"}))
 @pytest.mark.parametrize("text", ["x=2\ny=3", "First we find that x is 2, and then that the answer is 4"])
-def test_a_worked_solution_is_no_label(name, text):
+def test_a_worked_solution_is_not_a_label(name, text):
     rows = [{"problem": "Find $x$.", "answer": text}]
     assert reasons(rows, name) == {"worked solution in place of an answer": ["row 1"]}
 
 
-def test_a_worked_solution_with_a_box_gives_what_is_in_the_box():
+def test_a_worked_solution_with_a_box_gives_the_content_of_the_box():
     text = "Two and two make four.\nSo it is $\\boxed{\\frac{8}{2}}$."
     assert labels([{"problem": "Find $x$.", "answer": text}]) == ["\\frac{8}{2}"]
 
@@ -286,7 +286,7 @@ def test_a_file_with_too_many_problems_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), True, False, "inf", "$-inf$", "NaN", "None", "null."])
-def test_a_label_that_is_no_value_is_left_out(tmp_path, capsys, value, suffix):
+def test_a_label_without_a_value_is_left_out(tmp_path, capsys, value, suffix):
     rows = [{"problem": "Find $x$.", "answer": value}]
     said = mistake(capsys, "math500", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / f"rows{suffix}", rows))
     assert "1 answer that is no value (inf, nan, true, false, none or null) (row 1)" in said
@@ -301,7 +301,7 @@ def test_a_byte_order_mark_changes_nothing(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("out", ["rows.jsonl", "./folder/../rows.jsonl", "symlink.jsonl", "link.jsonl", "absolute"])
-def test_the_source_is_not_overwritten_whatever_it_is_called(tmp_path, capsys, monkeypatch, out):
+def test_the_source_is_not_overwritten_under_any_name(tmp_path, capsys, monkeypatch, out):
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     (tmp_path / "symlink.jsonl").symlink_to(source)
     (tmp_path / "link.jsonl").hardlink_to(source)
@@ -315,7 +315,7 @@ def test_the_source_is_not_overwritten_whatever_it_is_called(tmp_path, capsys, m
 
 
 @pytest.mark.parametrize("out", ["", ".", "..", "/"])
-def test_out_that_is_no_files_name_is_one_line(tmp_path, capsys, monkeypatch, out):
+def test_an_out_that_cannot_be_a_file_is_one_line(tmp_path, capsys, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     said = mistake(capsys, "aime25", out, "--source", source)
@@ -333,9 +333,9 @@ def test_deep_nesting_is_one_line(tmp_path, capsys, name, depth):
     (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f"{row}\n")
     said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", tmp_path / name)
     assert f"--source {tmp_path / name}: " in said
-    # What the parser still reads is a row like any other.
+    # A depth that the parser still reads is a row like any other.
     assert "1 list or dict written as text (row 1)" in said or depth == DEEP and "cannot be read" in said
-    assert depth < DEEP or name == "rows.json" or "line 1 is no JSON" in said
+    assert depth < DEEP or name == "rows.json" or "line 1 is not JSON" in said
 
 
 @pytest.mark.parametrize("answer", ["[" * DEEP, "[" * DEEP + "]" * DEEP])
@@ -385,7 +385,7 @@ def copy_of_hub_repository(directory):
     return directory
 
 
-def test_of_a_copied_repository_only_the_configuration_and_the_split_are_read(tmp_path, capsys):
+def test_only_the_configuration_and_the_split_of_a_copied_repository_are_read(tmp_path, capsys):
     source = copy_of_hub_repository(tmp_path / "gsm8k")
     assert [line["label"] for line in convert(tmp_path, "gsm8k", source)] == ["1"]
     assert [line["label"] for line in convert(tmp_path, "gsm8k", source, "--split", "test")] == ["2"]
@@ -396,7 +396,7 @@ def test_of_a_copied_repository_only_the_configuration_and_the_split_are_read(tm
 @pytest.mark.parametrize(
     "names", [["rows.parquet"], ["0000.parquet", "0001.parquet"], ["train/0000.parquet", "test/0.parquet"]]
 )
-def test_parquet_files_are_told_apart_by_their_name_or_their_folder(tmp_path, names):
+def test_parquet_files_are_distinguished_by_their_name_or_their_folder(tmp_path, names):
     for number, name in enumerate(names):
         (tmp_path / "rows" / name).parent.mkdir(parents=True, exist_ok=True)
         write_rows(tmp_path / "rows" / name, [{"question": f"Find $x_{number}$.", "answer": str(number)}])
@@ -407,7 +407,7 @@ def test_parquet_files_are_told_apart_by_their_name_or_their_folder(tmp_path, na
 def test_without_a_source_the_hubs_dataset_is_loaded(tmp_path, monkeypatch, capsys):
     import datasets
 
-    # load_dataset takes a directory for a repository: this is all of the way but for the network.
+    # load_dataset accepts a directory as a repository, so this is the whole way except for the network.
     repository = copy_of_hub_repository(tmp_path / "hub") / "main"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setitem(DATASETS, "gsm8k", replace(DATASETS["gsm8k"], repository=str(repository), config=None))
@@ -511,7 +511,7 @@ def test_an_answer_is_written_bare():
     assert labels(rows) == ["69,84", "\\$18.90", "(-\\infty, 0) \\cup\\{1\\}", "[0, 1]", "2.5", "70"]
 
 
-def test_minerva_keeps_what_its_authors_call_a_nonessential_image():
+def test_minerva_keeps_problems_whose_image_its_authors_call_nonessential():
     problem = "Find it.\n\\includegraphics[scale=0.5]{a.jpg}\n\\nonessentialimage\nNow"
     assert labels([{"problem": problem, "solution": "\\boxed{4}"}], "minerva") == ["4"]
     assert reasons([{"problem": problem.replace("nonessential", ""), "solution": "\\boxed{4}"}]) == {
@@ -519,7 +519,7 @@ def test_minerva_keeps_what_its_authors_call_a_nonessential_image():
     }
 
 
-def test_a_gsm8k_answer_is_what_follows_the_mark_without_thousands_commas():
+def test_a_gsm8k_answer_follows_the_mark_and_has_no_thousands_commas():
     rows = [{"question": q, "answer": a} for q, a in (("a", "2 and\n#### 1,450,000"), ("b", "-3"), ("c", "It is 3."))]
     assert labels(rows, "gsm8k") == ["1450000", "-3"]
     assert reasons(rows, "gsm8k") == {'no "####" before the answer': ["row 3"]}
@@ -578,8 +578,8 @@ def test_mistakes_end_in_one_line_that_says_what_is_allowed(tmp_path, capsys):
         (missing, "No such file"),
         (empty_directory, "no dataset in it"),
         (tmp_path / "rows.txt", ".parquet"),
-        (tmp_path / "broken.jsonl", "line 2 is no JSON"),
-        (tmp_path / "numbers.json", "row 1 is no JSON object"),
+        (tmp_path / "broken.jsonl", "line 2 is not JSON"),
+        (tmp_path / "numbers.json", "row 1 is not a JSON object"),
         (tmp_path / "broken.parquet", "cannot be read"),
         (tmp_path / "latin.csv", "cannot be read"),
     ):

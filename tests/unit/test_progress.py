@@ -59,7 +59,7 @@ def test_a_run_that_ends_without_a_word_shows_its_last_lines_and_where_the_other
     assert run.stderr.splitlines()[-4:] == [
         "loading",
         "Terminated",
-        "the command ended here without a word, as a process does that is killed",
+        "the command ended here without a message, so it was probably killed",
         f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}",
     ]
 
@@ -71,13 +71,13 @@ def test_the_cause_of_a_runs_end_is_the_last_thing_said(tmp_path):
     assert run.stderr == f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}\n"
     refused = "openrlhf-bapo: --train.batch_size 0: allowed: 1 or more\n"
     run = follow(tmp_path, refused)
-    assert refused in run.stdout and "without a word" not in run.stderr
+    assert refused in run.stdout and "without a message" not in run.stderr
 
 
 def test_a_warning_is_shown_when_it_comes_and_does_not_explain_an_end(tmp_path):
     warning = "openrlhf-bapo: warning: --eval.steps 5 does nothing without --eval.dataset\n"
     run = follow(tmp_path, warning + "noise\n" * 50)
-    assert warning in run.stdout and "ended here without a word" in run.stderr
+    assert warning in run.stdout and "ended here without a message" in run.stderr
 
 
 BARS = (
