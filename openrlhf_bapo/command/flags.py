@@ -361,7 +361,7 @@ def _check_dump_tokens(values: dict, policy_loss: str) -> None:
     if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
         raise FlagError(
             f"--bapo.dump_tokens {every}: needs the ratio and the staleness of each token; allowed with --policy_loss "
-            f"bapo, or with ppo and --offpolicy.ratio_base, not {policy_loss}"
+            f"bapo, or with ppo and --offpolicy.ratio_base; this run has {policy_loss}"
         )
 
 

@@ -10,6 +10,7 @@ import pipeline
 import pytest
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig
+from openrlhf_bapo.command import arguments
 from openrlhf_bapo.command.flags import add_flags, check_flags
 from openrlhf_bapo.core.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import (
@@ -399,6 +400,23 @@ def test_under_a_token_budget_tokens_know_their_versions_with_any_loss(tmp_path)
         pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9, train__async_enable=True)
     )
     assert args.offpolicy.ratio_base == "rollout"
+
+
+def test_the_arguments_are_those_of_openrlhfs_own_parser_and_the_given_ones_are_known(tmp_path, monkeypatch):
+    parse, found = arguments._parse, []
+
+    def parse_twice(parser: argparse.ArgumentParser):
+        parsed, given = parse(parser)
+        found.append((dict(vars(parsed)), given, vars(parser.parse_args())))
+        return parsed, given
+
+    monkeypatch.setattr(arguments, "_parse", parse_twice)
+    argv = pipeline.flags(tmp_path, policy_loss="bapo", replay__ratio=1, ds__packing_samples=True)
+    pipeline.parse([*argv, "--no-replay.skip_uninformative", "--actor.adam.betas", "0.9", "0.95"])
+    ((parsed, given, expected),) = found
+    assert parsed == expected
+    names = {flag.removeprefix("--") for flag in argv if flag.startswith("--")}
+    assert given == names | {"replay.skip_uninformative", "actor.adam.betas"}
 
 
 def test_help_shows_openrlhfs_flags_and_ours():

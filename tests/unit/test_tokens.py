@@ -246,7 +246,7 @@ def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
         ),
         (
             dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*not gspo",
+            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*; this run has gspo",
         ),
     ],
 )
