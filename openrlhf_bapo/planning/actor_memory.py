@@ -113,7 +113,7 @@ def training_phases(shape: ModelShape, setup: TrainingSetup) -> list[Phase]:
 
 
 def idle_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """What the actor, the reference model and the EMA copy leave on the GPU while they do nothing.
+    """Memory of the actor, the reference model and the EMA copy while they are idle.
 
     A sleeping DeepSpeed keeps the bf16 weights (deepspeed_utils.offload_deepspeed_states leaves out lp_params); with
     adam_offload, sleep does nothing. Without sleep, the gradients are freed after a step, except for ZeRO-3's buffer,
