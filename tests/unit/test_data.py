@@ -1,4 +1,4 @@
-"""Public mathematics data sets become prompts that OpenRLHF reads, and every row left out is named."""
+"""Public mathematics datasets become prompts that OpenRLHF reads, and every row that is left out is reported."""
 
 import csv
 import json
@@ -94,7 +94,7 @@ def convert(tmp_path, name: str, source, *flags: str) -> list[dict]:
 
 
 def mistake(capsys, *argv) -> str:
-    """The one line that a user's mistake causes."""
+    """Return the one line that a user's mistake prints."""
     with pytest.raises(SystemExit) as ended:
         data.main([str(argument) for argument in argv])
     error = capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_every_row_is_either_written_or_named_with_a_reason(rows, name):
 
 
 @given(_rows, st.sampled_from(sorted(DATASETS)))
-def test_written_rows_are_read_again_unchanged(rows, name):
+def test_written_prompts_are_read_back_unchanged(rows, name):
     once = read_problems([{"answer": None} | row for row in rows], DATASETS[name])
     again = read_problems(({"problem": problem, "answer": label} for problem, label in once.usable), DATASETS[name])
     assert again.usable == once.usable and not again.left_out
@@ -201,13 +201,13 @@ def test_published_rows_become_prompts(tmp_path, capsys, name, file, num_rows, f
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("name", sorted(PUBLISHED_FORMS))
-def test_a_published_row_becomes_a_bare_problem_and_answer(tmp_path, name, suffix):
+def test_a_row_as_published_becomes_a_bare_problem_and_answer(tmp_path, name, suffix):
     source = write_rows(tmp_path / f"rows{suffix}", [PUBLISHED_FORMS[name]])
     expected = {"input": f"Find $2+2$.\n{PROMPT_SUFFIX}", "label": "4", "datasource": name}
     assert convert(tmp_path, name, source) == [expected]
 
 
-def test_every_dataset_has_a_form_that_is_tested():
+def test_every_dataset_has_a_tested_form():
     assert set(DATASETS) == set(EXCERPTS_OF) | set(PUBLISHED_FORMS)
 
 
@@ -241,7 +241,7 @@ def test_a_worked_solution_is_not_a_label(name, text):
     assert reasons(rows, name) == {"worked solution in place of an answer": ["row 1"]}
 
 
-def test_a_worked_solution_with_a_box_gives_the_content_of_the_box():
+def test_the_label_of_a_worked_solution_is_the_content_of_its_box():
     text = "Two and two make four.\nSo it is $\\boxed{\\frac{8}{2}}$."
     assert labels([{"problem": "Find $x$.", "answer": text}]) == ["\\frac{8}{2}"]
 
@@ -278,7 +278,7 @@ def test_more_problems_than_the_dataset_has_are_refused(name):
         read_problems([*rows, {"problem": "Find $y$.", "answer": "4"}], DATASETS[name])
 
 
-def test_a_file_with_too_many_problems_is_one_line(tmp_path, capsys):
+def test_a_file_with_too_many_problems_is_refused_in_one_line(tmp_path, capsys):
     rows = [{"problem": f"Find $x_{{{i}}}$.", "answer": "4"} for i in range(31)]
     said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / "rows.jsonl", rows))
     assert "has 31 different problems; allowed: up to the 30 of math-ai/aime25" in said
@@ -286,7 +286,7 @@ def test_a_file_with_too_many_problems_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), True, False, "inf", "$-inf$", "NaN", "None", "null."])
-def test_a_label_without_a_value_is_left_out(tmp_path, capsys, value, suffix):
+def test_a_label_that_is_not_a_value_is_left_out(tmp_path, capsys, value, suffix):
     rows = [{"problem": "Find $x$.", "answer": value}]
     said = mistake(capsys, "math500", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / f"rows{suffix}", rows))
     assert "1 answer that is no value (inf, nan, true, false, none or null) (row 1)" in said
@@ -301,7 +301,7 @@ def test_a_byte_order_mark_changes_nothing(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("out", ["rows.jsonl", "./folder/../rows.jsonl", "symlink.jsonl", "link.jsonl", "absolute"])
-def test_the_source_is_not_overwritten_under_any_name(tmp_path, capsys, monkeypatch, out):
+def test_the_source_is_not_overwritten_whatever_it_is_called(tmp_path, capsys, monkeypatch, out):
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     (tmp_path / "symlink.jsonl").symlink_to(source)
     (tmp_path / "link.jsonl").hardlink_to(source)
@@ -315,7 +315,7 @@ def test_the_source_is_not_overwritten_under_any_name(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.parametrize("out", ["", ".", "..", "/"])
-def test_an_out_that_cannot_be_a_file_is_one_line(tmp_path, capsys, monkeypatch, out):
+def test_an_out_that_is_not_a_file_name_is_refused_in_one_line(tmp_path, capsys, monkeypatch, out):
     monkeypatch.chdir(tmp_path)
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     said = mistake(capsys, "aime25", out, "--source", source)
@@ -328,12 +328,12 @@ DEEP = 100_000
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 @pytest.mark.parametrize("depth", [600, 900, DEEP])
-def test_deep_nesting_is_one_line(tmp_path, capsys, name, depth):
+def test_deep_nesting_is_refused_in_one_line(tmp_path, capsys, name, depth):
     row = '{"problem": "Find $x$.", "answer": ' + "[" * depth + "]" * depth + "}"
     (tmp_path / name).write_text(f"[{row}]" if name == "rows.json" else f"{row}\n")
     said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", tmp_path / name)
     assert f"--source {tmp_path / name}: " in said
-    # A depth that the parser still reads is a row like any other.
+    # Rows that the parser can still read are left out like other unusable rows.
     assert "1 list or dict written as text (row 1)" in said or depth == DEEP and "cannot be read" in said
     assert depth < DEEP or name == "rows.json" or "line 1 is not JSON" in said
 
@@ -407,7 +407,7 @@ def test_parquet_files_are_distinguished_by_their_name_or_their_folder(tmp_path,
 def test_without_a_source_the_hubs_dataset_is_loaded(tmp_path, monkeypatch, capsys):
     import datasets
 
-    # load_dataset accepts a directory as a repository, so this is the whole way except for the network.
+    # load_dataset also takes a directory, so this tests everything except the network.
     repository = copy_of_hub_repository(tmp_path / "hub") / "main"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setitem(DATASETS, "gsm8k", replace(DATASETS["gsm8k"], repository=str(repository), config=None))
@@ -448,12 +448,12 @@ def test_the_instruction_around_a_dapo_problem_is_removed_with_and_without_its_f
 
 
 @pytest.mark.parametrize("problem", ["Find $x$.", "Is $x<i$ in the image of $f$?"])
-def test_a_problem_without_an_image_and_without_an_instruction_is_written_as_it_is(problem):
+def test_a_problem_without_an_image_and_an_instruction_is_written_unchanged(problem):
     for name in ("math500", "dapo-math"):
         assert read_problems([{"problem": problem, "answer": "4"}], DATASETS[name]).usable == [(problem, "4")]
 
 
-def test_problems_that_differ_in_white_space_only_are_one():
+def test_problems_that_differ_only_in_white_space_are_the_same():
     rows = [{"problem": problem, "answer": "4"} for problem in ("Find $x$.", "Find\n $x$. ", "Find $y$.")]
     assert reasons(rows) == {"duplicate of an earlier row": ["row 2"]}
 
@@ -465,7 +465,7 @@ def test_duplicates_are_counted_but_not_listed_one_by_one(tmp_path, capsys):
     assert said.err == ""
 
 
-def test_a_problem_with_two_answers_is_not_used_at_all():
+def test_a_problem_with_two_answers_is_left_out():
     rows = [{"problem": "Find $x$.", "answer": answer} for answer in "455"] + [{"problem": "Find $y$.", "answer": "6"}]
     assert labels(rows) == ["6"]
     assert reasons(rows) == {"same problem with another answer": ["row 2", "row 3", "row 1"]}
@@ -499,7 +499,7 @@ def test_a_row_that_cannot_be_checked_is_left_out_with_its_reason(row, reason):
     assert found.startswith(reason) and names == ["row 1 (id 17)"]
 
 
-def test_an_answer_is_written_bare():
+def test_an_answer_is_written_without_dollar_signs_and_full_stop():
     rows = [
         {"problem": "a", "answer": "$69$,$84$"},
         {"problem": "b", "answer": "\\$18.90"},
@@ -511,7 +511,7 @@ def test_an_answer_is_written_bare():
     assert labels(rows) == ["69,84", "\\$18.90", "(-\\infty, 0) \\cup\\{1\\}", "[0, 1]", "2.5", "70"]
 
 
-def test_minerva_keeps_problems_whose_image_its_authors_call_nonessential():
+def test_minerva_keeps_what_its_authors_call_a_nonessential_image():
     problem = "Find it.\n\\includegraphics[scale=0.5]{a.jpg}\n\\nonessentialimage\nNow"
     assert labels([{"problem": problem, "solution": "\\boxed{4}"}], "minerva") == ["4"]
     assert reasons([{"problem": problem.replace("nonessential", ""), "solution": "\\boxed{4}"}]) == {
@@ -519,7 +519,7 @@ def test_minerva_keeps_problems_whose_image_its_authors_call_nonessential():
     }
 
 
-def test_a_gsm8k_answer_follows_the_mark_and_has_no_thousands_commas():
+def test_a_gsm8k_answer_is_what_follows_the_mark_without_thousands_commas():
     rows = [{"question": q, "answer": a} for q, a in (("a", "2 and\n#### 1,450,000"), ("b", "-3"), ("c", "It is 3."))]
     assert labels(rows, "gsm8k") == ["1450000", "-3"]
     assert reasons(rows, "gsm8k") == {'no "####" before the answer': ["row 3"]}
@@ -537,7 +537,7 @@ def test_the_same_command_writes_the_same_file_again_over_itself(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
-def test_the_files_folder_is_made(tmp_path):
+def test_the_folder_of_the_file_is_created(tmp_path):
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     data.main(["aime25", str(tmp_path / "new/folder/out.jsonl"), "--source", str(source)])
     assert (tmp_path / "new/folder/out.jsonl").is_file()
