@@ -1,4 +1,4 @@
-"""The plan against what is planned: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
+"""The plan against real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages and a replay pool."""
 
 import copy
 import functools
@@ -76,7 +76,7 @@ TOKENS = 256
 
 
 def config_of(shape: ModelShape):
-    """transformers' config of this shape."""
+    """Make transformers' config of a shape."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
@@ -94,7 +94,7 @@ def config_of(shape: ModelShape):
 
 
 def model_of(shape: ModelShape, device: str = "cpu"):
-    """A real model of this shape, in bf16 with sdpa."""
+    """Make a real model of a shape, in bf16 with sdpa."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -138,7 +138,7 @@ def test_any_shape_read_from_a_config_has_as_many_parameters_as_transformers_bui
     assert count(model_of(shape, "meta")) == shape.num_parameters
 
 
-def test_a_config_of_another_kind_is_refused_with_what_is_allowed():
+def test_a_config_of_another_kind_is_refused_with_the_allowed_kinds():
     with pytest.raises(ValueError, match="'gemma3' is not supported; it must be one of llama, qwen2, qwen3"):
         ModelShape.from_config({"model_type": "gemma3"})
     with pytest.raises(ValueError, match="mlp_bias True is not supported"):
@@ -146,10 +146,10 @@ def test_a_config_of_another_kind_is_refused_with_what_is_allowed():
 
 
 def allocations(function) -> tuple[int, int]:
-    """Bytes that torch's CPU allocator gave out during a call: the most at one time, and what the result keeps.
+    """Bytes that torch's CPU allocator gives out during a call: the peak, and the bytes that the result keeps.
 
-    What a matrix product takes and gives back before it ends is left out: a CPU without bfloat16 instructions (with
-    ``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` one that has them) copies its operands to float32, which a GPU does not.
+    Temporary buffers of a matrix product are left out: a CPU without bfloat16 instructions (or with
+    ``ONEDNN_MAX_CPU_ISA=AVX512_CORE``) copies the operands to float32, which a GPU does not.
     """
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
@@ -183,7 +183,7 @@ def allocations(function) -> tuple[int, int]:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_a_forward_keeps_the_bytes_of_the_table(model_type, gradient_checkpointing):
-    # CPU's sdpa is a flash attention too: it saves queries, keys, values, output and log-sum-exp.
+    # The CPU's sdpa is also a flash attention: it saves queries, keys, values, output and log-sum-exp.
     shape = BY_TYPE[model_type]
     model = model_of(shape).train()
     if gradient_checkpointing:
@@ -199,7 +199,7 @@ def test_a_forward_keeps_the_bytes_of_the_table(model_type, gradient_checkpointi
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_a_checkpointed_layers_backward_peaks_where_the_plan_says(model_type):
-    # Twice as many tokens, so that what does not grow with them (gradients of weights) cancels.
+    # The difference of two lengths, in which constant parts (gradients of weights) cancel.
     shape = BY_TYPE[model_type]
     model = model_of(shape).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -237,7 +237,7 @@ def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monk
     importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     from openrlhf.models import Actor, actor
 
-    # Elsewhere in this process torch.compile may be on; what it saves is another matter.
+    # Another test in this process may have torch.compile on, which saves other tensors.
     monkeypatch.setattr(actor, "compute_entropy", torch.compiler.disable(actor.compute_entropy))
     policy = Actor(model_of(WIDE), temperature=0.7)
     policy.packing_samples = False
@@ -308,7 +308,7 @@ def peak(setup=SETUP_32B, engine=ENGINE_32B) -> int:
     return max(phase.total for phase in colocated_phases(SHAPE_32B, setup, engine, 80 * GIB))
 
 
-# What each flag is for: it may only lower the peak of the phases in which the actor trains.
+# Each flag is for saving memory: without it, the peak of the training phases must be higher.
 @pytest.mark.parametrize(
     "costly",
     [
@@ -324,7 +324,7 @@ def peak(setup=SETUP_32B, engine=ENGINE_32B) -> int:
         {"adam_offload": False},
     ],
 )
-def test_training_needs_more_with_fewer_gpus_longer_micro_batches_and_without_what_saves_memory(costly):
+def test_training_needs_more_with_fewer_gpus_longer_micro_batches_and_without_memory_saving_flags(costly):
     training = lambda setup: max(p.total for p in training_phases(SHAPE_32B, setup))  # noqa: E731
     cheap = replace(SETUP_32B, adam_offload=not costly.get("adam_offload", True))
     assert training(replace(cheap, **costly)) > training(cheap)
@@ -359,7 +359,7 @@ def test_an_engine_that_does_not_sleep_takes_its_share_from_training():
     assert awake["generation"] == asleep["generation"]
 
 
-# One has more elements than ZeRO-3 gathers, reduces and steps over at once; the other has fewer, and its largest weight
+# LARGE has more elements than ZeRO-3 gathers, reduces and steps over at a time. SMALL has fewer, and its largest weight
 # is smaller than the bucket.
 LARGE = replace(SHAPE_32B, num_layers=6)
 SMALL = replace(SHAPE_32B, num_layers=1, hidden_size=512, intermediate_size=1024)
@@ -434,7 +434,7 @@ def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_get
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offloads, sleeps", [(True, False), (False, True), (False, False)])
-def test_the_host_has_what_was_taken_from_the_gpu(stage, offloads, sleeps):
+def test_the_host_has_the_terms_that_leave_the_gpu(stage, offloads, sleeps):
     setup = replace(SETUP_32B, zero_stage=stage, adam_offload=offloads, enable_sleep=sleeps, enable_ema=True)
     setup = replace(setup, has_reference=True, reference_offload=True, grad_accum_bytes=4)
     shard = SHAPE_32B.num_parameters // 64
@@ -467,7 +467,7 @@ def test_sleeping_states_are_on_the_host_while_the_engine_generates():
     assert on_host["sleeping optimizer states"] == states - bucket
     assert [term.name for term in engine_host_terms(SHAPE_32B, ENGINE_32B)] == ["sleeping vLLM weights"]
     assert engine_host_terms(SHAPE_32B, replace(ENGINE_32B, enable_sleep=False)) == []
-    offloaded = replace(SETUP_32B, adam_offload=True)  # nothing is left for DeepSpeed's sleep to move
+    offloaded = replace(SETUP_32B, adam_offload=True)  # DeepSpeed's sleep has nothing left to move
     assert idle_terms(SHAPE_32B, offloaded) == idle_terms(SHAPE_32B, replace(offloaded, enable_sleep=False))
 
 
@@ -500,7 +500,7 @@ def test_flops_are_those_that_torch_counts(passes):
     assert counter.get_total_flops() == pytest.approx(whole, rel=0.08 if passes == "checkpointed" else 0.01)
 
 
-# Weights above 1e5 elements, which ZeRO-3 shards; smaller ones it keeps whole once gathered.
+# Weights of more than 1e5 elements. ZeRO-3 keeps smaller ones whole once they are gathered.
 SHARDED = replace(TINY, hidden_size=384, intermediate_size=768, num_layers=2, num_key_value_heads=8, vocab_size=640)
 STAGES = (0, 1, 2, 3)
 
@@ -516,7 +516,7 @@ RATIO_FLAGS = {
     "train__max_epochs": 2,
 }
 DYNAMIC = {"train__dynamic_batch_enable": True, "rollout__max_tokens_per_gpu": 64, "ds__packing_samples": True}
-# By name: flags, and before how many of the optimizer steps there is a forward for the ratios on 1 and on 2 ranks.
+# By name: flags, and the number of optimizer steps with a forward for the ratios, on 1 and on 2 ranks.
 RATIO_CASES = {
     "several micro-batches": ({}, 5, 5),
     "one micro-batch on 2 ranks": ({"train__micro_batch_size": 4}, 5, 0),
@@ -538,7 +538,7 @@ def ratio_argv(directory: Path, world_size: int, case: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """By world size, what `_measure` writes of rank 0."""
+    """The results of `_measure` on rank 0, by world size."""
     directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [pipeline.warm_python(), __file__, str(directory)]
@@ -606,7 +606,7 @@ def dynamic_args():
 
 
 @pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
-def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_own(tmp_path, replay, num_forwards):
+def test_the_ratio_forward_is_in_the_plans_training_time_and_has_its_own_line(tmp_path, replay, num_forwards):
     (tmp_path / "reward.py").touch()
     shape = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
     sizes = {"data__max_len": 8192, "rollout__max_new_tokens": 7168, "rollout__batch_size": 128}
@@ -634,7 +634,7 @@ def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_o
 
 
 def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int, case: str) -> int:
-    """Samples of this rank that go through the actor without gradient while it trains."""
+    """Count the samples of this rank that pass the actor without gradient while it trains."""
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy
 
@@ -660,9 +660,9 @@ def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int,
 
 
 def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
-    """Train OpenRLHF's PolicyModelActor; what is found on rank 0 to bytes-WORLD_SIZE.json.
+    """Train OpenRLHF's PolicyModelActor, and write the results of rank 0 to bytes-WORLD_SIZE.json.
 
-    For every stage the bytes of DeepSpeed's tensors, and for every case of the ratio forward its samples.
+    The results are the bytes of DeepSpeed's tensors for each stage, and the samples of each case of the ratio forward.
     """
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy
@@ -703,7 +703,7 @@ def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
 
 
 def _bytes(tensors) -> int:
-    """Of the distinct storages of tensors."""
+    """Bytes of the distinct storages of tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -730,7 +730,7 @@ def _gradients_and_bucket(engine) -> tuple[int, int]:
 
 
 def _measure_all(directory: Path) -> None:
-    """Every rank of a world of one and of two is a fork, after the imports, which take longest."""
+    """Fork every rank of a world of one and of two after the imports, which take longest."""
     importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     importlib.import_module("openrlhf.trainer.ray.ppo_actor")
     fork = multiprocessing.get_context("fork")
