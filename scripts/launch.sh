@@ -1,5 +1,5 @@
 # Runs a recipe. A train_bapo_*.sh script sets the variables in which it differs from the defaults below, sources this
-# file, adds to the array FLAGS what it alone needs, and calls `launch "$@"`.
+# file, adds its own flags to the array FLAGS, and calls `launch "$@"`.
 #
 # Every variable below can be set from outside, and so can these:
 #   DRY_RUN=1        check all flags, print the resolved configuration and the plan; needs no GPU and no Ray

@@ -110,7 +110,7 @@ _REWARD_SOURCES = {
     "timeout": ["reward.remote_url"],
     "max_drop_rate": ["reward.remote_url", "train.agent_func_path"],
 }
-"""By flag of --reward_fault: the flags of which one must be given."""
+"""The flags of which one must be given, by flag of --reward_fault."""
 
 _PACKAGES = {
     "logger.wandb.key": "wandb",

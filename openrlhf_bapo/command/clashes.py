@@ -1,4 +1,4 @@
-"""Flags that do not go together: rules over all flags, which a run would otherwise break only after Ray has started."""
+"""Rules over several flags. A run that breaks one of them would fail only after Ray has started."""
 
 import contextlib
 import math
@@ -43,7 +43,7 @@ def _missing(args: Namespace) -> Iterator[str]:
             "or HTTP URLs, or --reward.model_name_or_path, or --train.agent_func_path"
         )
     if not args.vllm.num_engines:
-        yield f"--vllm.num_engines {args.vllm.num_engines}: allowed: 1 or more, since rollouts come from vLLM alone"
+        yield f"--vllm.num_engines {args.vllm.num_engines}: allowed: 1 or more, since only vLLM generates rollouts"
 
 
 def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:

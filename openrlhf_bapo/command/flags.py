@@ -198,7 +198,7 @@ def _add_off_policy_flags(group: argparse._ArgumentGroup) -> None:
         "--replay.skip_uninformative",
         action=argparse.BooleanOptionalAction,
         default=defaults.skip_uninformative,
-        help="keep groups out of the pool whose rewards are all equal",
+        help="leave groups with equal rewards out of the pool",
     )
     group.add_argument(
         "--replay.discard_saved", action="store_true", help="with --ckpt.load_enable: start with an empty pool"
@@ -216,7 +216,7 @@ def _add_partial_flags(group: argparse._ArgumentGroup) -> None:
         "--partial.on_stale",
         choices=ON_STALE,
         default=defaults.on_stale,
-        help="what happens to a response that would become too old: drop its group, or finish it early, as truncated "
+        help="for a response that would become too old: drop its group, or finish the response early, as truncated "
         f"(default: {defaults.on_stale})",
     )
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Bytes of activations per token, and of logits: what a forward and a backward take."""
+"""Bytes that a forward and a backward take: activations per token, and logits."""
 
 from dataclasses import dataclass
 

@@ -5,10 +5,10 @@ the largest phase does:
 
 | phase | in memory at the same time |
 |---|---|
-| generation | vLLM's weights, KV cache and workspace; what the actor leaves on the GPU |
+| generation | vLLM's weights, KV cache and workspace; the idle actor's memory |
 | log-probs | a forward without gradient, of the actor or the reference model |
 | backward through the logits, backward through a layer, optimizer step | the actor's states and a micro-batch |
-| weight sync | vLLM's weights; what the actor leaves on the GPU |
+| weight sync | vLLM's weights; the idle actor's memory |
 
 actor_memory.py and engine_memory.py make the phases. Sources: ZeRO's 2 + 2 + 12 bytes of model states per parameter
 (Rajbhandari et al., arXiv 1910.02054, section 3.1), and activations counted as by Korthikanti et al. (arXiv 2205.05198,
