@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
-sys.path.append(str(REPOSITORY / "tests"))
+sys.path.append(str(REPOSITORY / "tests" / "support"))
 import pipeline  # noqa: E402
 
 WARM_UP = 3

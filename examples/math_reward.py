@@ -1,7 +1,7 @@
-"""Rewards right final answers to mathematical questions, with --reward.remote_url examples/math_reward.py.
+"""Rewards right final answers to mathematical questions: --reward.remote_url examples/math_reward.py.
 
-To change the reward, wrap the function; OpenRLHF takes any `reward_func` that it finds in this file. For example, to
-punish responses without a box:
+OpenRLHF calls the `reward_func` of this file. To change the reward, wrap the function. For example, to penalize
+responses without a box:
 
     from openrlhf_bapo.math_tasks import reward as math_reward
 
@@ -10,7 +10,7 @@ punish responses without a box:
         unboxed = torch.tensor(["\\boxed" not in query.removeprefix(prompt) for query, prompt in zip(queries, prompts)])
         return result | {"rewards": result["rewards"] - 0.1 * unboxed}
 
-`rewards` are what is trained on, `scores` what dynamic filtering goes by. To change the limits:
+Training uses `rewards`, dynamic filtering uses `scores`. To change the limits:
 
     math_reward.GRADER = MathGrader(num_workers=8, time_limit=10.0)  # from openrlhf_bapo.math_tasks.grader
 """

@@ -1,4 +1,4 @@
-"""BAPO for OpenRLHF: clip bounds found anew for every policy update (arXiv 2510.18927).
+"""BAPO for OpenRLHF: clip bounds recomputed for each policy update (arXiv 2510.18927).
 
 Every name loads its module when it is first used: the search needs torch only, the loss and the registration OpenRLHF.
 """
@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:  # what `__getattr__` finds
     from openrlhf_bapo.core.clip_bounds import (  # noqa: F401
         ClipBounds,
-        ClipConfig,
         ContributionTally,
         find_clip_bounds,
         measure_clip_bounds,
@@ -20,18 +19,33 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         tally_at_bounds,
         tally_contributions,
     )
-    from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds  # noqa: F401
+    from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig  # noqa: F401
+    from openrlhf_bapo.core.clip_rules import (  # noqa: F401
+        ClipRule,
+        FixedBounds,
+        SearchedBounds,
+        SteadyBounds,
+        Tokens,
+        importance_ratio,
+        make_clip_rule,
+    )
     from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
     from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
 
 _MODULES = {
     "BapoPolicyLoss": "openrlhf_bapo.openrlhf.policy_loss",
     "ClipBounds": "openrlhf_bapo.core.clip_bounds",
-    "ClipConfig": "openrlhf_bapo.core.clip_bounds",
+    "ClipConfig": "openrlhf_bapo.core.clip_config",
+    "ClipRule": "openrlhf_bapo.core.clip_rules",
     "ContributionTally": "openrlhf_bapo.core.clip_bounds",
-    "SmoothingConfig": "openrlhf_bapo.core.steady_bounds",
-    "SteadyBounds": "openrlhf_bapo.core.steady_bounds",
+    "FixedBounds": "openrlhf_bapo.core.clip_rules",
+    "SearchedBounds": "openrlhf_bapo.core.clip_rules",
+    "SmoothingConfig": "openrlhf_bapo.core.clip_config",
+    "SteadyBounds": "openrlhf_bapo.core.clip_rules",
+    "Tokens": "openrlhf_bapo.core.clip_rules",
     "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
+    "importance_ratio": "openrlhf_bapo.core.clip_rules",
+    "make_clip_rule": "openrlhf_bapo.core.clip_rules",
     "measure_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "register": "openrlhf_bapo.openrlhf.registration",
     "solve_clip_bounds": "openrlhf_bapo.core.clip_bounds",

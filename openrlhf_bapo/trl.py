@@ -1,90 +1,92 @@
-"""BAPO in TRL: `GRPOTrainer` whose clip bounds are found for each optimizer step (written against TRL 1.16).
+"""BAPO in TRL: `GRPOTrainer` with a clip rule that bounds each optimizer step (written against TRL 1.16).
 
-    from openrlhf_bapo import ClipConfig
     from openrlhf_bapo.trl import BapoGRPOTrainer
 
-    trainer = BapoGRPOTrainer(model, reward_funcs, args=GRPOConfig(...), train_dataset=..., bapo=ClipConfig())
+    trainer = BapoGRPOTrainer(model, reward_funcs, args=GRPOConfig(...), train_dataset=..., bapo="paper")
 
-TRL's loss clips to [1 - epsilon_low, 1 + epsilon_high] and reads both from the trainer, so that it is enough to
-set them before it runs, from the tokens of all micro-batches of the optimizer step, on all processes.
+TRL's loss clips to [1 - epsilon_low, 1 + epsilon_high] and reads both from the trainer after its forward pass, so it is
+enough to set them there.
 """
 
 import inspect
 import warnings
-from collections.abc import Iterable
 
 import torch
 from trl import GRPOTrainer
 
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import (
-    ClipBounds,
-    ClipConfig,
-    ContributionTally,
-    solve_clip_bounds,
-    tally_contributions,
-)
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.clip_bounds import ContributionTally
+from openrlhf_bapo.core.clip_config import ClipConfig
+from openrlhf_bapo.core.clip_rules import Tokens, make_clip_rule, share_weights
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Those with a clipped ratio a token."""
+MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "dapo": "update"}
+"""The losses with a clipped ratio per token, and what each of them takes its mean over first."""
 
 
 class BapoGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` between bounds from BAPO's search; every argument of its own, and two of ours.
+    """`trl.GRPOTrainer` between the bounds of BAPO's clip rule; every argument of its own, and one of ours.
 
-    Logs `bounds_metrics` (core/bounds_metrics.py), each of a whole optimizer step.
+    Logs `bounds_metrics` (core/bounds_metrics.py) of each optimizer step.
 
     Args:
-        bapo: the search.
-        smoothing: how slowly the bounds follow the optimizer steps before; they then need no forward of their own.
-            None: found anew in every step, by one forward without gradient over its micro-batches (none where TRL keeps
-            no log-probs of the behaviour policy: every ratio is 1 then).
+        bapo: a preset's name, or BAPO's settings. A search takes one forward pass without gradient over the
+            micro-batches of each optimizer step (none where TRL keeps no log-probs of the behavior policy: every ratio
+            is 1 then). With smoothing, the bounds follow the optimizer steps before and need no forward pass.
 
     Raises:
-        ValueError: for a loss that has no ratio a token to bound, or that bounds it in its own way.
+        ValueError: for a loss that has no ratio per token to bound, or that bounds it in its own way.
     """
 
-    def __init__(self, *args, bapo: ClipConfig, smoothing: SmoothingConfig | None = None, **kwargs) -> None:
+    def __init__(self, *args, bapo: ClipConfig | str, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        config = ClipConfig.preset(bapo) if isinstance(bapo, str) else bapo
         level, delta = self.importance_sampling_level, self.args.delta
+        dual_clip = config.dual_clip
         for name, value, is_allowed, allowed in (
-            ("loss_type", self.loss_type, self.loss_type in LOSS_TYPES, f"one of {', '.join(LOSS_TYPES)}"),
-            ("importance_sampling_level", level, level == "token", "token: BAPO bounds a token's ratio"),
+            ("loss_type", self.loss_type, self.loss_type in MEAN_OVER, f"one of {', '.join(MEAN_OVER)}"),
+            ("importance_sampling_level", level, level == "token", "token: BAPO bounds each token's ratio"),
             ("delta", delta, delta is None, "None: it would bound the ratio a second time"),
+            (
+                "dual_clip",
+                dual_clip,
+                dual_clip is None or dual_clip >= config.ratio_upper_max,
+                "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too",
+            ),
         ):
             if not is_allowed:
                 raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
-        self.bapo = bapo
-        self.steady = None if smoothing is None else SteadyBounds(bapo, smoothing)
-        self._trained: list[ContributionTally] = []
-        self._log_probs: torch.Tensor | None = None
+        self.args.delta = dual_clip
+        self.clip_rule = make_clip_rule(config)
+        self._loss_inputs: dict | None = None
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        if self._step % self.current_gradient_accumulation_steps == 0:
-            bounds = self.steady
-            if bounds is None:
-                window = (tally_contributions(*self._tokens(model, each), self.bapo) for each in self._window())
-                bounds = solve_clip_bounds(self._reduced(window), self.bapo)
-                self._log_bounds(bounds)
-            self.epsilon_low, self.epsilon_high = 1 - bounds.lower.item(), bounds.upper.item() - 1
+        rule, num_steps = self.clip_rule, self.current_gradient_accumulation_steps
+        is_micro_batch = rule.config.scope == "micro_batch"
+        if rule.needs_tally_first and (is_micro_batch or self._step % num_steps == 0):
+            for micro_batch in [inputs] if is_micro_batch else self._window():
+                rule.tally(self._tokens_before_training(model, micro_batch))
+            self._close_update()
+        self._loss_inputs = inputs
         loss = super()._compute_loss(model, inputs)
-        if self.steady is not None:
-            self._trained.append(self.steady.tally(*self._tokens_at(self._log_probs, inputs)))
-            if (self._step + 1) % self.current_gradient_accumulation_steps == 0:
-                self._log_bounds(*self.steady.end_update(self._reduced(self._trained)))
-                self._trained = []
+        self._loss_inputs = None
+        if not rule.needs_tally_first and (self._step + 1) % num_steps == 0:
+            self._close_update()
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._log_probs = found[0].detach()
+        if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next
+            tokens = self._tokens(found[0].detach(), self._loss_inputs)
+            if not self.clip_rule.needs_tally_first:
+                self.clip_rule.tally(tokens)
+            lower, upper = self.clip_rule.bounds(tokens)
+            self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
         return found
 
     def _window(self) -> list[dict]:
-        """The micro-batches of the optimizer step that begins."""
+        """Return the micro-batches of the optimizer step that begins."""
         per_generation = self.args.steps_per_generation
         left = per_generation * self.num_iterations - self._step % (per_generation * self.num_iterations)
         num = self.current_gradient_accumulation_steps
@@ -97,34 +99,32 @@ class BapoGRPOTrainer(GRPOTrainer):
         return [self._buffered_inputs[(self._step + i) % per_generation] for i in range(min(num, left))]
 
     @torch.no_grad()
-    def _tokens(self, model, inputs: dict) -> tuple[torch.Tensor, ...]:
-        """Ratio, advantages and weights of a micro-batch that is yet to be trained on, each [batch, tokens]."""
+    def _tokens_before_training(self, model, inputs: dict) -> Tokens:
         if inputs.get("old_per_token_logps") is None:
-            return self._tokens_at(torch.zeros_like(inputs["completion_mask"], dtype=torch.float32), inputs)
+            return self._tokens(torch.zeros_like(inputs["completion_mask"], dtype=torch.float32), inputs)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         names = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters  # what images need
         others = {name: inputs[name] for name in names if name in inputs}
         num_kept = inputs["completion_ids"].size(1)
         log_probs, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, num_kept, **others)
-        return self._tokens_at(log_probs, inputs)
+        return self._tokens(log_probs, inputs)
 
-    def _tokens_at(self, log_probs: torch.Tensor, inputs: dict) -> tuple[torch.Tensor, ...]:
-        """The same from the policy's log-probs, [batch, tokens]; as TRL's loss, without old ones every ratio is 1."""
-        old_log_probs = inputs.get("old_per_token_logps")
-        ratio = (log_probs - (log_probs if old_log_probs is None else old_log_probs)).exp()
-        weight = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        if self.loss_type == "grpo":  # a mean over the tokens of each response
-            weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
-        elif self.loss_type == "bnpo":  # a mean over the tokens of each micro-batch
-            weight = weight / weight.sum().clamp(min=1)
+    def _tokens(self, log_probs: torch.Tensor, inputs: dict) -> Tokens:
+        """Return a micro-batch's tokens at the policy's log-probs, [batch, tokens]."""
+        behavior_log_probs = inputs.get("old_per_token_logps")
+        if behavior_log_probs is None:  # TRL's loss too takes every ratio as 1
+            behavior_log_probs = log_probs
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        weight = share_weights(mask, self.clip_rule.config, MEAN_OVER[self.loss_type])
         advantages = inputs["advantages"]
-        return ratio, (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(ratio), weight
+        advantages = (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(log_probs)
+        return Tokens(log_probs, behavior_log_probs, advantages, weight)
 
-    def _reduced(self, tallies: Iterable[ContributionTally]) -> ContributionTally:
-        """Their sum over all processes."""
-        return ContributionTally(self.accelerator.reduce(sum(tally.sums for tally in tallies), reduction="sum"))
-
-    def _log_bounds(self, *used_and_found: ClipBounds) -> None:
-        for name, value in bounds_metrics(*([bounds] for bounds in used_and_found)).items():
+    def _close_update(self) -> None:
+        update = self.clip_rule.close_update(self._all_reduce)
+        for name, value in bounds_metrics([update]).items():
             self._metrics["train"][name].append(value)
+
+    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
+        return ContributionTally(self.accelerator.reduce(tally.sums, reduction="sum"))

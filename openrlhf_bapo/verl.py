@@ -1,13 +1,13 @@
-"""BAPO in verl: the policy loss "bapo", whose clip bounds are found for each optimizer step (written for verl 0.9.1).
+"""BAPO in verl: the policy loss "bapo", with a clip rule that bounds each optimizer step (written for verl 0.9.1).
 
     actor_rollout_ref.actor.policy_loss._target_=openrlhf_bapo.verl.BapoPolicyLossConfig
     actor_rollout_ref.actor.policy_loss.loss_mode=bapo
     +actor_rollout_ref.actor.policy_loss.preset=paper
 
-verl makes that config in every worker before the worker's engine, and so imports this module there, which registers
-loss and engine. The engine runs the optimizer step's micro-batches once without gradient, in which the loss only
-tallies; the tallies of all data-parallel ranks give the bounds; then comes verl's own optimizer step, in which the loss
-is verl's own between these bounds.
+verl makes that config in each worker before the worker's engine, and so imports this module there, which registers loss
+and engine. For a search, the engine runs the optimizer step's micro-batches once without gradient, and the loss only
+tallies them; the tallies of all data-parallel ranks give the bounds. Then verl makes its own optimizer step between
+them.
 """
 
 import os
@@ -24,21 +24,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import (
-    ClipBounds,
-    ClipConfig,
-    ContributionTally,
-    solve_clip_bounds,
-    tally_contributions,
-)
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 
-SCOPES = ("update", "micro_batch")
 VENDOR = "bapo"
-"""What verl is told to take engines of; where there is none of it, verl takes its own."""
-
-_BESIDE_PRESET = {"released": {"scope": "micro_batch"}, "steady": {"smoothing": {"half_life": 20.0}}}
-# Two presets have a dual clip of 3, which is verl's default, `clip_ratio_c`.
+"""The vendor of our engine. Where a vendor has no engine, verl takes its own."""
 
 
 @dataclass
@@ -50,62 +40,45 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     """
 
     preset: str = "readme"
-    """Of `ClipConfig.preset`."""
+    """A preset of `ClipConfig.preset`. Where it has a dual clip, verl's `clip_ratio_c` has no effect."""
 
     search: dict = field(default_factory=dict)
-    """Fields of `ClipConfig`, instead of the preset's."""
+    """Fields of `ClipConfig`, in place of the preset's."""
 
     smoothing: dict | None = None
-    """Fields of `SmoothingConfig`: the bounds follow the optimizer steps before and need no forward of their own."""
+    """Fields of `SmoothingConfig`: the bounds follow the optimizer steps before and need no forward pass."""
 
     scope: str | None = None
-    """Whose tokens a search sees, an "update"'s or a "micro_batch"'s; None: the preset's, else "update"."""
+    """Whose tokens a search sees, those of an "update" or of a "micro_batch"; None: the preset's."""
 
     def __post_init__(self) -> None:
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"policy_loss.loss_mode {self.loss_mode!r} is not allowed with BAPO's config; set it to bapo"
             )
-        preset = _BESIDE_PRESET.get(self.preset, {})
-        smoothing, scope = self.smoothing or preset.get("smoothing"), self.scope or preset.get("scope", "update")
-        if scope not in SCOPES:
-            raise ValueError(f"policy_loss.scope {scope!r} is not allowed; it must be one of {', '.join(SCOPES)}")
-        config = replace(ClipConfig.preset(self.preset), **self.search)
-        steady = SteadyBounds(config, SmoothingConfig(**smoothing)) if smoothing else None
-        self.update = _Update(config, steady, scope)
+        given = dict(self.search)
+        if self.smoothing:
+            given["smoothing"] = SmoothingConfig(**self.smoothing)
+        if self.scope:
+            given["scope"] = self.scope
+        config = replace(ClipConfig.preset(self.preset), **given)
+        self.update = _Update(make_clip_rule(config))
         os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
-        print(f"openrlhf-bapo: verl's policy loss is bapo, scope {scope}, smoothing {smoothing}, {config}", flush=True)
+        print(f"openrlhf-bapo: verl's policy loss is bapo, {config}", flush=True)
 
 
 class _Update:
     """The running optimizer step: what the engine and the loss share."""
 
-    def __init__(self, config: ClipConfig, steady: SteadyBounds | None, scope: str) -> None:
-        self.config = config
-        self.steady = steady
-        self.scope = scope
+    def __init__(self, rule: ClipRule) -> None:
+        self.rule = rule
         self.group: dist.ProcessGroup | None = None  # None: no step is running
         self.is_searching = False
-        self.tallies: list[ContributionTally] = []
-        self.used: list[ClipBounds] = []
+        self.closed: list[UpdateBounds] = []
 
-    def bounds(self, *tokens: torch.Tensor) -> ClipBounds | SteadyBounds:
-        """Those that a micro-batch is trained with, of which these are ratio, advantages and weights."""
-        if self.steady is not None:
-            self.tallies.append(self.steady.tally(*tokens))
-            return self.steady
-        if self.scope == "micro_batch":
-            self.tallies.append(tally_contributions(*tokens, self.config))
-            self.search()
-        return self.used[-1]
-
-    def search(self) -> None:
-        self.used.append(solve_clip_bounds(self.reduced(), self.config))
-
-    def reduced(self) -> ContributionTally:
-        """The sum of the tallies, over all data-parallel ranks."""
-        tallies, self.tallies = self.tallies, []
-        return ContributionTally(sum(tally.sums for tally in tallies)).all_reduce(self.group)
+    def close(self) -> None:
+        """Close what was tallied, over all data-parallel ranks."""
+        self.closed.append(self.rule.close_update(lambda tally: tally.all_reduce(self.group)))
 
 
 @register_policy_loss("bapo")
@@ -118,26 +91,32 @@ def compute_policy_loss_bapo(
     config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's `compute_policy_loss_vanilla` between BAPO's bounds; the same arguments and results.
+    """Return verl's `compute_policy_loss_vanilla` between the bounds of BAPO's rule; the same arguments and results.
 
-    Dual clip, rollout correction and aggregation are verl's own. Raises RuntimeError without BAPO's engine.
+    Rollout correction and aggregation are verl's own. Raises RuntimeError without BAPO's engine.
     """
-    update = config.policy_loss.update
+    update: _Update = config.policy_loss.update
     if update.group is None:
         vendor = os.environ.get("VERL_ENGINE_VENDOR")
         raise RuntimeError(
             f"policy loss bapo needs strategy fsdp or fsdp2, and VERL_ENGINE_VENDOR {VENDOR}, not {vendor}"
         )
-    ratio = (log_prob - old_log_prob).clamp(-20, 20).exp()  # as verl's
-    weight = response_mask
-    if loss_agg_mode == "seq-mean-token-mean" and update.config.target_kind == "share":  # as with OpenRLHF
-        weight = weight / weight.sum(-1, keepdim=True).clamp(min=1)
+    rule, settings = update.rule, update.rule.config
+    mean_over = "sequence" if loss_agg_mode == "seq-mean-token-mean" else "update"
+    weight = share_weights(response_mask, settings, mean_over)
+    tokens = Tokens(log_prob.detach(), old_log_prob, advantages, weight)
+    is_micro_batch = settings.scope == "micro_batch"
+    if update.is_searching or is_micro_batch or not rule.needs_tally_first:
+        rule.tally(tokens)
     if update.is_searching:
-        update.tallies.append(tally_contributions(ratio, advantages, weight, update.config))
         return log_prob.new_zeros(()), {}
-    bounds = update.bounds(ratio, advantages, weight)
-    # Past the config's refusal to be changed.
-    vars(config).update(clip_ratio_low=1 - bounds.lower.item(), clip_ratio_high=bounds.upper.item() - 1)
+    if is_micro_batch:
+        update.close()
+    lower, upper = rule.bounds(tokens)
+    # verl's config refuses to be changed by attribute.
+    vars(config).update(clip_ratio_low=1 - lower, clip_ratio_high=upper - 1)
+    if settings.dual_clip is not None:
+        vars(config).update(clip_ratio_c=settings.dual_clip)
     return compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
@@ -145,20 +124,20 @@ def compute_policy_loss_bapo(
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR)
 class BapoFSDPEngine(FSDPEngineWithLMHead):
-    """verl's engine, whose optimizer step begins with the search; logs `bounds_metrics` of each."""
+    """verl's engine, with an update of the clip rule around each optimizer step; logs `bounds_metrics` of each."""
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
         update: _Update = loss_function.keywords["config"].policy_loss.update
+        rule = update.rule
         update.group = self.get_data_parallel_group()
-        if update.steady is None and update.scope == "update":
+        if rule.needs_tally_first and rule.config.scope == "update":
             update.is_searching = True
             self.infer_batch(data, loss_function)
             update.is_searching = False
-            update.search()
+            update.close()
         outputs = super().train_batch(data, loss_function)
-        (used, update.used), found = (update.used, []), None
-        if update.steady is not None:
-            used, found = ([bounds] for bounds in update.steady.end_update(update.reduced()))
-        update.group = None
-        outputs["metrics"] |= {name: [value] for name, value in bounds_metrics(used, found).items()}
+        if not rule.needs_tally_first:
+            update.close()
+        closed, update.closed, update.group = update.closed, [], None
+        outputs["metrics"] |= {name: [value] for name, value in bounds_metrics(closed).items()}
         return outputs

@@ -1,20 +1,21 @@
-"""Makes the quickstart's start: a tiny policy that can nearly do a task, and prompts to train and evaluate it on.
+"""Makes the start of the quickstart: a tiny policy that does its task sometimes, training prompts and held-out prompts.
 
 The tasks, by name:
 
-* `chain_sum`: sums of two two-digit numbers from reasoning-gym; a prompt is the entry's expression without its sentence
-  and spaces, "48+95=", to keep sequences short, and its response the answer, "143".
-* `remainder`: division of numbers below 100 by repeated subtraction, every step written down. Numbers have their units
-  first, so that a borrow is known when it is needed: "79-22=" (97 and 22) has the response "57-22=35-22=13-22=90". Of
-  two random numbers the quotient q has a heavy tail, and so has the response's length of 6 q - 3 tokens: q is at least
-  x for about one prompt in x. Half of the responses have 3 tokens, one in a hundred about 300 and more.
-* `walk`: from a start to a goal on a grid of 10 x 10, "37>12:", in moves up, down, left and right, "UULLLLL"; any way
-  that stays on the grid and ends on the goal is right. The demonstrations stray, so that wrong answers are longer than
-  right ones and positive tokens carry less than half of the objective: the imbalance that BAPO is about.
+* `chain_sum`: sums of two two-digit numbers from reasoning-gym. A prompt is the entry's expression without spaces,
+  "48+95=", to keep sequences short. Its response is the answer, "143".
+* `remainder`: division of numbers below 100 by repeated subtraction, with every step written down. Numbers start with
+  their units, so that a borrow is known when it is needed: "79-22=" (97 and 22) has the response
+  "57-22=35-22=13-22=90". The quotient q of two random numbers has a heavy tail (q >= x for about one prompt in x), and
+  so has the response length of 6 q - 3 tokens: half of the responses have 3 tokens, one in a hundred about 300 or more.
+* `walk`: a walk from a start to a goal on a 10 x 10 grid, "37>12:", in moves up, down, left and right, "UULLLLL". Every
+  walk is right that stays on the grid and ends on the goal. The demonstrations contain random moves, so that wrong
+  answers are longer than right ones and positive tokens carry less than half of the objective. That is the imbalance
+  that BAPO addresses.
 
-The policy is a Qwen2 of 0.3 million parameters over single characters, fine-tuned until it samples the right answer
-about four times in ten: a start from which reinforcement learning has right and wrong answers to the same prompt to
-learn from. Where many answers are right, it is fine-tuned for a fixed number of steps.
+The policy is a Qwen2 of 0.3 million parameters over single characters. It is fine-tuned until it samples the right
+answer about four times in ten, so that most prompts get both right and wrong answers. A task with many right answers
+per prompt is fine-tuned for a fixed number of steps instead.
 """
 
 import argparse
@@ -41,29 +42,30 @@ CHECK_EVERY = 10  # fine-tuning steps
 
 @dataclass(frozen=True)
 class Task:
-    """What a policy learns."""
+    """A task of the policy, and how the policy is fine-tuned on it."""
 
     make: Callable[[int], list[dict]]
-    """All problems, in an order that depends on the seed alone: "prompt", "response" (the right one), and "entry", the
-    label, a reasoning-gym entry or what looks like one."""
+    """Returns all problems in an order that depends only on the seed. Keys: "prompt", "response" (a right one) and
+    "entry", the label in the form of a reasoning-gym entry."""
 
     characters: str
+    """The vocabulary: one token per character."""
 
     max_length: int
-    """Tokens of prompt, response and end."""
+    """Maximum number of tokens of prompt, response and end together."""
 
     num_train: int
-    """Prompts to train on; those that are neither these nor evaluated on are fine-tuned on."""
+    """Number of prompts for reinforcement learning. The others, without the evaluation's, are for fine-tuning."""
 
     batch_size: int
-    """Of fine-tuning."""
+    """Problems per fine-tuning step."""
 
     num_steps: int | None = None
-    """Of fine-tuning; None: until the response that a problem has is sampled with TARGET_ACCURACY."""
+    """Number of fine-tuning steps; None: until the policy samples the problems' responses with TARGET_ACCURACY."""
 
 
 def sums(seed: int) -> list[dict]:
-    """All distinct two-digit additions among many reasoning-gym entries."""
+    """Return all distinct two-digit additions among 60,000 reasoning-gym entries."""
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     dataset = ChainSumDataset(ChainSumConfig(max_terms=2, min_digits=2, max_digits=2, size=60_000, seed=seed))
@@ -78,7 +80,7 @@ def sums(seed: int) -> list[dict]:
 
 
 def remainders(seed: int) -> list[dict]:
-    """All divisions of a number below 100 by one that is not larger."""
+    """Return all divisions of a number below 100 by a number that is not larger."""
 
     def written(number: int) -> str:
         return f"{number:02}"[::-1]
@@ -99,7 +101,7 @@ def remainders(seed: int) -> list[dict]:
 
 
 def walks(seed: int, stray: float = 0.35, longest: int = 40) -> list[dict]:
-    """All pairs of places; a response heads for the goal, but strays in a share of its moves, even from the goal."""
+    """Return all pairs of places. A response heads for the goal, except for a share `stray` of random moves."""
     rng, size, moves = random.Random(seed), 10, {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
     places = list(itertools.product(range(size), repeat=2))
     problems = []
@@ -127,7 +129,7 @@ TASKS = {
 
 
 def write_problems(problems: list[dict], task: str, path: Path) -> None:
-    """Prompts as OpenRLHF reads them; the label is the entry that `reward.py` scores against."""
+    """Write prompts as OpenRLHF reads them; the label is the entry that `reward.py` scores against."""
     with open(path, "w") as file:
         for problem in problems:
             row = {"input": problem["prompt"], "label": json.dumps(problem["entry"]), "datasource": task}
@@ -135,7 +137,7 @@ def write_problems(problems: list[dict], task: str, path: Path) -> None:
 
 
 def make_tokenizer(task: Task):
-    """One token a character; text comes back from tokens as it was."""
+    """Return a tokenizer with one token per character, whose decoding restores the text exactly."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +151,7 @@ def make_tokenizer(task: Task):
 
 
 def make_model(task: Task, seed: int):
-    """An untrained policy; heads of 32 dimensions, which vLLM's CPU attention supports."""
+    """Return an untrained policy. Its heads have 32 dimensions, which vLLM's CPU attention supports."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -164,7 +166,7 @@ def make_model(task: Task, seed: int):
             num_key_value_heads=4,
             max_position_embeddings=max(64, task.max_length),
             initializer_range=0.05,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # what counts is ten tokens back
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # relevant tokens are ten positions back
             bos_token_id=None,
             eos_token_id=EOS,
             pad_token_id=PAD,
@@ -173,7 +175,7 @@ def make_model(task: Task, seed: int):
 
 
 def encode(problems: list[dict], tokenizer) -> list:
-    """Prompt, response and end of every problem as token ids, [length] each."""
+    """Return prompt, response and end of every problem as token ids, [length] each."""
     import torch
 
     ids = tokenizer([problem["prompt"] + problem["response"] for problem in problems])["input_ids"]
@@ -181,7 +183,7 @@ def encode(problems: list[dict], tokenizer) -> list:
 
 
 def log_probs_of_responses(model, sequences: list) -> Iterator:
-    """For batches of sequences of similar length, of every response's tokens, [sequences, tokens]; 0 where padded."""
+    """Yield log-probs of response tokens, [sequences, tokens], 0 where padded, in batches of similar length."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -197,7 +199,7 @@ def log_probs_of_responses(model, sequences: list) -> Iterator:
 
 
 def sampled_accuracy(model, sequences: list) -> float:
-    """How often responses sampled at temperature 1 are the right ones, in the mean over all draws."""
+    """Return the mean probability of sampling the given responses at temperature 1."""
     import torch
 
     with torch.no_grad():
@@ -206,10 +208,10 @@ def sampled_accuracy(model, sequences: list) -> float:
 
 
 def fine_tune(model, sequences: list, validation: list, task: Task, seed: int) -> None:
-    """Train in place on prompts with their responses until the task's end; exits if that is never reached."""
+    """Fine-tune in place until the task's target is reached; exit if it is not reached in MAX_STEPS steps."""
     import torch
 
-    # One thread: these matrices are too small to share, and a second thread waits for any other program's core.
+    # One thread: these matrices are too small to share, and a second thread would wait while its core is busy.
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1, betas=(0.9, 0.95))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
@@ -240,7 +242,7 @@ def fine_tune(model, sequences: list, validation: list, task: Task, seed: int) -
 
 
 def main() -> None:
-    """Make the start, unless it is there; an interrupted run leaves nothing that looks complete."""
+    """Make the start, unless it exists. An interrupted run leaves only OUTPUT.part, which the next run replaces."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to make")
     parser.add_argument("--task", choices=TASKS, default="walk", help="(%(default)s)")
@@ -263,7 +265,7 @@ def main() -> None:
     write_problems(heldout, args.task, aside / "heldout.jsonl")
     write_problems(problems[: task.num_train], args.task, aside / "train.jsonl")
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers loads, would warn that it found none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     import torch
     from transformers.utils import logging
 

@@ -1,7 +1,7 @@
-"""The quickstart's reward, an ordinary OpenRLHF reward-function file: reasoning-gym's own score of the answer.
+"""The quickstart's reward, an ordinary OpenRLHF reward-function file: reasoning-gym's score of the answer.
 
-The answer is the whole response, or what stands after its last "=" where the problem is to be worked out. A walk is
-right if it ends on the goal and never leaves the grid.
+The answer is the whole response, or the text after its last "=" if the response works the problem out. A walk is right
+if it ends on the goal and never leaves the grid.
 """
 
 import json
@@ -15,7 +15,7 @@ MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 
 
 def walk_score(moves: str, start: list[int], goal: list[int], size: int) -> float:
-    """1 for a walk within a grid of size x size from start to goal, (row, column) each, else 0."""
+    """Return 1 for a walk within a grid of size x size from start to goal, (row, column) each, else 0."""
     row, column = start
     for move in moves:
         down, right = MOVES.get(move, (size, size))
@@ -26,7 +26,7 @@ def walk_score(moves: str, start: list[int], goal: list[int], size: int) -> floa
 
 
 def score(response: str, entry: dict) -> float:
-    """Of one response, as text with its special tokens."""
+    """Score one response, given as text with special tokens."""
     answer = response.removesuffix(EOS)
     if "walk" in entry["metadata"]:
         return walk_score(answer, **entry["metadata"]["walk"]) if response.endswith(EOS) else 0.0

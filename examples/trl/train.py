@@ -1,11 +1,11 @@
-"""BAPO in TRL on a laptop: a tiny policy that can nearly add is trained with `BapoGRPOTrainer`, in two minutes.
+"""BAPO in TRL on a laptop: `BapoGRPOTrainer` trains a tiny policy that can nearly add, in two minutes.
 
-    pip install '.[trl,plot]' reasoning-gym      # or bash scripts/setup.sh, and .venv/bin/ before what follows
+    pip install '.[trl,plot]' reasoning-gym      # or bash scripts/setup.sh; then prefix the commands with .venv/bin/
     python examples/trl/train.py                  # or --method grpo, for TRL's fixed clip
     openrlhf-bapo plot runs/trl/bapo -o runs/trl/curves.png
 
-Further flags are GRPOConfig's, such as --learning_rate 1e-4 or --num_iterations 4. Each generation of 256 samples is
-trained on in 8 optimizer steps, twice, so that its later ones are off-policy.
+All other flags are GRPOConfig's, such as --learning_rate 1e-4 or --num_iterations 4. Each generation of 256 samples is
+used twice, in 8 optimizer steps each time, so that the later steps are off-policy.
 """
 
 import argparse
@@ -19,13 +19,12 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 DEFAULTS = dict(
     per_device_train_batch_size=32,
-    steps_per_generation=8,  # of 256 samples
+    steps_per_generation=8,  # 8 x 32 samples per generation
     gradient_accumulation_steps=1,
     num_iterations=2,
     num_generations=8,
@@ -42,7 +41,7 @@ DEFAULTS = dict(
 
 
 def is_right(completions: list[str], label: list[str], **_) -> list[float]:
-    """1 for the right sum, else 0."""
+    """Return 1 for the right sum, else 0."""
     answers = [json.loads(entry)["answer"] for entry in label]
     return [float(text == answer) for text, answer in zip(completions, answers, strict=True)]
 
@@ -62,9 +61,8 @@ def main() -> None:
 
     make, ours = GRPOTrainer, {}
     if args.method != "grpo":
-        make, ours = BapoGRPOTrainer, {"bapo": ClipConfig(contribution="gradient")}
-    if args.method == "steady":
-        ours["smoothing"] = SmoothingConfig(half_life=20)
+        bapo = "steady" if args.method == "steady" else ClipConfig(contribution="gradient")
+        make, ours = BapoGRPOTrainer, {"bapo": bapo}
     trainer = make(
         model=AutoModelForCausalLM.from_pretrained(start / "model", dtype="float32"),
         reward_funcs=is_right,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# verl's GRPO with BAPO's clip bounds on GSM8K. What must be installed is in docs/frameworks.md; the data come from a
-# checkout of verl v0.9.1: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-# Settings of verl's follow as arguments: bash examples/verl/train.sh actor_rollout_ref.actor.policy_loss.preset=steady
+# verl's GRPO with BAPO's clip bounds on GSM8K. docs/frameworks.md says what to install. A checkout of verl v0.9.1 makes
+# the data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+# Arguments are settings of verl: bash examples/verl/train.sh actor_rollout_ref.actor.policy_loss.preset=steady
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 exec python -m verl.trainer.main_ppo --config-path "$here" --config-name bapo \

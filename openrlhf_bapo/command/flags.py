@@ -7,11 +7,10 @@ from argparse import Namespace
 from dataclasses import fields, replace
 from typing import NoReturn
 
-from openrlhf_bapo.core.clip_bounds import CONTRIBUTIONS, PRESETS, ClipConfig
+from openrlhf_bapo.core.clip_config import AVERAGES, CONTRIBUTIONS, PRESETS, SCOPES, SEARCH_FIELDS, ClipConfig
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
-from openrlhf_bapo.core.steady_bounds import AVERAGES, SteadyBounds
-from openrlhf_bapo.openrlhf.settings import SCOPES, TOKEN_WEIGHTS, smoothing_config
+from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS, smoothing_config
 
 POLICY_LOSSES = ("ppo", "gspo", "bapo")
 RATIO_BASES = ("auto", "recomputed", "rollout")
@@ -20,12 +19,6 @@ _UNCUT = 2**31 - 1
 """A token budget that no response can use up."""
 
 _OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
-
-# What a preset sets beside its ClipConfig; the released recipe searches per micro-batch.
-_BESIDE_PRESET = {
-    "released": {"scope": "micro_batch", "dual_clip": 3.0},
-    "steady": {"smoothing": 20.0, "dual_clip": 3.0},
-}
 
 _BOUND_HELP = {
     "ratio_lower_start": "lower clip bound at the start of the search, an importance ratio in (0, 1]",
@@ -305,26 +298,25 @@ def _resolve_bapo(values: dict, given: dict) -> None:
             "--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss bapo, which finds the clip "
             "bounds between --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max"
         )
-    preset = given.pop("preset", "readme")
-    beside = _BESIDE_PRESET.get(preset, {})
-    scope = given.pop("scope", beside.get("scope", "update"))
+    preset_name = given.pop("preset", "readme")
+    preset = ClipConfig.preset(preset_name)
     token_weight = given.pop("token_weight", "none")
     of_smoothing = ("smoothing_of", "smoothing_start", "discard_saved")
     smoothing = {name: given.pop(name) for name in of_smoothing if name in given}
-    if half_life := given.pop("smoothing", beside.get("smoothing", 0.0)):
+    if half_life := given.pop("smoothing", preset.smoothing.half_life if preset.smoothing else 0.0):
         smoothing = {"smoothing_of": "bounds", **smoothing}
     try:
-        config = replace(ClipConfig.preset(preset), **given)
+        config = replace(preset, smoothing=None, **given)
     except ValueError as error:
         raise FlagError(f"--bapo.{error}") from None
-    _check_smoothing(config, half_life, smoothing, scope)
+    _check_smoothing(config, half_life, smoothing)
 
-    if "dual_clip" in beside and values.get("actor.dual_clip") is None:
-        values["actor.dual_clip"] = beside["dual_clip"]
+    if values.get("actor.dual_clip") is None:
+        values["actor.dual_clip"] = config.dual_clip
     if values.get("actor.entropy_coef") is None:
         values["actor.entropy_coef"] = 0.0  # log the entropy, which BAPO is there to keep; no bonus
-    resolved = {field.name: getattr(config, field.name) for field in fields(config)}
-    resolved |= {"preset": preset, "scope": scope, "token_weight": token_weight, "smoothing": half_life, **smoothing}
+    resolved = {name: getattr(config, name) for name in (*SEARCH_FIELDS, "scope")}
+    resolved |= {"preset": preset_name, "token_weight": token_weight, "smoothing": half_life, **smoothing}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
 
 
@@ -338,7 +330,7 @@ def _check_reward_faults(values: dict) -> None:
             raise FlagError(f"--reward_fault.{name} {value:g}: allowed: {allowed}")
 
 
-def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: str) -> None:
+def _check_smoothing(config: ClipConfig, half_life: float, given: dict) -> None:
     if not 0 <= half_life < math.inf:
         raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
     if half_life == 0:
@@ -346,12 +338,14 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict, scope: s
             name, value = next(iter(given.items()))
             raise FlagError(f"--bapo.{name} {value}: allowed only with --bapo.smoothing above 0")
         return
-    if scope == "micro_batch":
-        raise FlagError(f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {scope}")
+    if config.scope != "update":
+        raise FlagError(
+            f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {config.scope}"
+        )
     try:
-        SteadyBounds(config, smoothing_config(half_life, given))
+        replace(config, smoothing=smoothing_config(half_life, given))
     except ValueError as error:
-        raise FlagError(f"--bapo.smoothing_{error}") from None
+        raise FlagError(f"--bapo.{error}") from None
 
 
 def _check_dump_tokens(values: dict, policy_loss: str) -> None:

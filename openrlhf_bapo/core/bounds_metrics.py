@@ -5,20 +5,22 @@ from dataclasses import fields
 import torch
 
 from openrlhf_bapo.core.clip_bounds import ClipBounds
+from openrlhf_bapo.core.clip_rules import UpdateBounds
 
 _NAMES = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
+_OF_A_SEARCH = ("initial_share", "reached")
 
 
-def bounds_metrics(used: list[ClipBounds], found: list[ClipBounds] | None = None) -> dict[str, float]:
-    """Means over updates, under "bapo/". Synchronises once.
+def bounds_metrics(updates: list[UpdateBounds]) -> dict[str, float]:
+    """Return means over updates, under "bapo/". Synchronizes with the device once.
 
     Args:
-        used: what each update was trained with, at least one.
-        found: what the search found on each, where the bounds in use only follow that; None: they are the same.
+        updates: at least one, all of one rule.
     """
-    names = [field.name for field in fields(ClipBounds)]
+    used, found = [update.used for update in updates], [update.found for update in updates if update.found is not None]
+    names = [field.name for field in fields(ClipBounds) if found or field.name not in _OF_A_SEARCH]
     rows = {_NAMES.get(name, name): [getattr(bounds, name).double() for bounds in used] for name in names}
-    if found is not None:
+    if found and found[0] is not used[0]:  # the bounds in use only follow the search
         pairs = list(zip(found, used, strict=True))
         rows |= {
             "initial_share": [f.initial_share for f in found],

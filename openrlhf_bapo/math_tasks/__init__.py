@@ -1,1 +1,1 @@
-"""Mathematical tasks: data sets, answers, evaluation metrics; knows no framework."""
+"""Mathematical tasks: datasets, answers, the grader, evaluation metrics. Independent of any framework."""

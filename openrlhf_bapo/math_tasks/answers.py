@@ -1,15 +1,15 @@
 r"""Finds the final answer of a response to a mathematical question and compares it with the gold answer.
 
-Where the answer stands. In a response that reasons in <think>...</think>, only what follows the last </think> counts;
-an opened <think> that never closes was cut off, and has no answer. There, the answer is the last \boxed{...} (adjacent
-boxes make a list); a last box that never closes was cut off, too. Without a box it is what the last line announces
-("the answer is ...", "Answer: ...", "#### ..."), or else the formula or number that ends the line. Numbers elsewhere in
-the text are never answers, so that a truncated response is not rewarded for a number that it happened to pass.
+Finding the answer. If a response reasons in <think>...</think>, only the text after the last </think> counts. A <think>
+that never closes was cut off, so there is no answer. The answer is the last \boxed{...} (adjacent boxes make a list); a
+last box that never closes was cut off too. Without a box, the answer is announced in the last line ("the answer is
+...", "Answer: ...", "#### ..."), or it is the formula or number at the end of that line. Numbers elsewhere in the text
+are never answers, so a truncated response gets no reward for an intermediate number.
 
-When answers are equal. Most are integers or the same text: `is_plainly_equal` decides these in linear time. All else is
-parsed and compared by math-verify, twice: as it stands, and rewritten by `_REWRITES`. Rules of our own stand only where
-math-verify alone is wrong, each with the case that shows it ("a" != "b" where it finds the two equal). math-verify and
-sympy may take for ever: `grader.MathGrader` calls `is_equal` in processes under limits.
+Comparing answers. Most answers are integers or equal as text: `is_plainly_equal` decides these in linear time.
+math-verify parses and compares all others, twice: unchanged, and rewritten by `_REWRITES`. There are additional rules
+only where math-verify alone is wrong, each with an example ("a" != "b" where math-verify finds the two equal).
+math-verify and sympy have no time limit, so `grader.MathGrader` calls `is_equal` in processes with limits.
 """
 
 import logging
@@ -20,15 +20,15 @@ from fractions import Fraction
 
 _logger = logging.getLogger(__name__)
 
-# No gold answer is longer. Longer ones are compared as text only, since what follows need not be linear.
+# No gold answer is longer. Longer answers are compared as text only, because the rest need not be linear.
 _LONGEST = 2000
 
 
 def response_from_query(query: str, prompt: str) -> str:
-    """The response in OpenRLHF's query, which is the prompt and the response decoded together.
+    """Return the response in OpenRLHF's query, which is the prompt and the response decoded together.
 
-    Special tokens are removed. Where the chat template has opened a <think> at the end of the prompt, the response
-    starts with it. Where OpenRLHF has cut the prompt's beginning off, the prompt's last characters are looked for.
+    Special tokens are removed. If the chat template opens a <think> at the end of the prompt, the response starts with
+    it. If OpenRLHF cut off the beginning of the prompt, the response starts after the prompt's last characters.
     """
     if query.startswith(prompt):
         response = query[len(prompt) :]
@@ -42,16 +42,16 @@ _SPECIAL_TOKEN = re.compile(r"<\|\w{3,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?s>|<
 
 
 def is_correct(response: str, gold: str) -> bool:
-    """Whether the response's final answer equals the gold answer; in this process, with no limit on time or memory."""
+    """Compare a response's final answer with the gold answer in this process, without limits on time or memory."""
     answer, gold = find_answer(response), find_gold(gold)
     plainly = is_plainly_equal(answer, gold)
     return is_equal(answer, gold) if plainly is None else plainly
 
 
 def extract_answer(response: str) -> str | None:
-    """The final answer of a response in a form whose strings majority voting can count, None if it has none.
+    """Return a response's final answer in a normal form for majority voting, or None if it has no answer.
 
-    Numbers are reduced fractions, parts of a list sorted, units dropped. No algebra: 2^3 and 8 are two answers.
+    Numbers become reduced fractions, parts of a list are sorted, units are dropped. No algebra: 2^3 and 8 differ.
     """
     answer = find_answer(response)
     if answer is None or len(answer.text) > _LONGEST:
@@ -65,16 +65,16 @@ def extract_answer(response: str) -> str | None:
     return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
 
 
-# Where the answer stands ---------------------------------------------------------------------------------------------
+# Finding the answer --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A final answer as a response gives it."""
+    """A final answer as the response writes it."""
 
     text: str
     passage: str | None
-    """Where math-verify finds it by its own rules: the box, or the line; None where the line may be cut off."""
+    """The box or line in which math-verify can find the answer by its rules; None if the line may be cut off."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
@@ -89,7 +89,7 @@ _FORMULA_OR_NUMBER_END = re.compile(r"(?:\$|\\[)\]])\s*[a-z]{0,20}\.?$|\d[\d,]*(
 
 
 def find_answer(response: str) -> Answer | None:
-    """The final answer, None if there is none. Linear in the length of the response."""
+    """Return the final answer, or None if there is none, in time linear in the length of the response."""
     _, closed, final = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return None
@@ -110,7 +110,7 @@ def find_answer(response: str) -> Answer | None:
 
 
 def find_gold(gold: str) -> str:
-    """The gold answer in a label: its box, what follows "####", or all of it."""
+    """Return the gold answer of a label: the content of its box, the text after "####", or the whole label."""
     return (_boxed(gold) or gold.rpartition("####")[2]).strip()
 
 
@@ -123,8 +123,8 @@ def _last_line(text: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last box holds, "" where it never closes, None without a box. One pass, since texts may be hostile."""
-    stack, boxes = [], []  # a brace's (start of its command, start of its content); the first is None for no box
+    """Return the last box's content, "" if it never closes, None without a box. One pass: texts may be hostile."""
+    stack, boxes = [], []  # open braces: (start of the box's command or None, start of the content)
     first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))
     for match in _BRACES.finditer(text, first_box):
         if match["bare"]:  # \boxed 7
@@ -147,11 +147,11 @@ def _boxed(text: str) -> str | None:
     return ", ".join(reversed(parts))
 
 
-# When answers are equal ----------------------------------------------------------------------------------------------
+# Comparing answers ---------------------------------------------------------------------------------------------------
 
 
 def is_plainly_equal(answer: Answer | None, gold: str) -> bool | None:
-    """Whether they are equal, where that takes no parser: no answer, the same text, two plain fractions; else None."""
+    """Compare without a parser: no answer, equal texts, two plain fractions. Return None if that does not decide."""
     if answer is None:
         return False
     if answer.text == gold or max(len(answer.text), len(gold)) > _LONGEST:
@@ -170,7 +170,7 @@ _FRACTION = re.compile(
 
 
 def _fraction(text: str) -> Fraction | None:
-    """The value of 7, 1,000, 0.5, 1/2, \\frac{1}{2} and 3\\frac{1}{2}."""
+    """Return the value of a text such as 7, 1,000, 0.5, 1/2, \\frac{1}{2} or 3\\frac{1}{2}, or None for others."""
     match = _FRACTION.fullmatch(text)
     if not match:
         return None
@@ -186,7 +186,7 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def is_equal(answer: Answer, gold: str) -> bool:
-    """Whether they are equal for a mathematician; may take any time and memory."""
+    """Compare mathematically. There is no limit on time or memory."""
     words = [_words(side) for side in (answer.text, gold)]
     (text, marks), (gold_text, gold_marks) = _rewrite(answer.text), _rewrite(gold)
     if words[0] == words[1]:
@@ -219,7 +219,7 @@ _QUALIFIER = re.compile(
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
-# Where math-verify finds a part of the answer: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
+# Texts of which math-verify reads only a part: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
 # "2\binom{6}{3}" != "22", "\ln{(2)}^2" != "\ln 4".
 _MISREAD = re.compile(
     _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
@@ -248,13 +248,13 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-# Signs that math-verify does not know, and what it does.
+# Signs that math-verify does not know, each followed by one that it knows.
 _SIGNS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
 _SIGNS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
 _SIGNS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
 _SIGNS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
 _SIGNS = dict(zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True))
-# What it cannot read, or reads as something else, with a case each.
+# Rewrites of forms that math-verify cannot read, or misreads, each with an example.
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -263,7 +263,7 @@ _REWRITES = [
         ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
         ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
         (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
-        (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),  # "1{,}500", which math-verify reads, for `extract_answer`
+        (r"(?<=\d)\{,\}(?=\d{3}(?!\d))", ""),  # "1{,}500": math-verify reads it, but `extract_answer` does not
         (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
         (r"(?:(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # "10\,000"
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
@@ -290,7 +290,7 @@ _REWRITES = [
     ]
 ]
 
-_UNITS = {}  # a word of a unit: the words that stand for it
+_UNITS = {}  # a unit's word or abbreviation: the words that it stands for
 for _names, _, _others in map(
     lambda group: group.partition("="),
     """mm|millimeter cm|centimeter m|meter|metre km|kilometer in|inch|inche ft|foot|feet yd|yard mi|mile mg g|gram
@@ -308,7 +308,7 @@ _INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z]
 
 
 def _rewrite(text: str) -> tuple[str, dict]:
-    """A text for math-verify, and what it would not see there: unit, base, kind of brackets, variables."""
+    """Return a text for math-verify, and marks that it would ignore: unit, base, ratio, kind of brackets, variables."""
     marks = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
@@ -332,15 +332,15 @@ def _rewrite(text: str) -> tuple[str, dict]:
 
 
 def _parse(passage: str) -> list:
-    """What math-verify finds in a passage."""
+    """Return the expressions that math-verify finds in a passage."""
     from math_verify import grader, parse, parser
 
-    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # the limits are ours
+    grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # MathGrader has the limits
     return parse(passage, parsing_timeout=None)
 
 
 def _parse_rewritten(text: str) -> list:
-    """What math-verify makes of a whole rewritten text."""
+    """Return the expressions that math-verify makes of a whole rewritten text; none if it cannot be parsed."""
     from sympy import FiniteSet, Intersection, Union
     from sympy.core.relational import Relational
 
@@ -351,13 +351,13 @@ def _parse_rewritten(text: str) -> list:
             return [FiniteSet(*[_parse_latex(text.replace(r"\pm", sign)) for sign in "+-"])]
         if _INEQUALITY.search(text) and len(_variables(text)) == 1:  # "1 > x > 0", "x < -1 or x > 1"
             alternatives = [map(_parse_latex, part.split(",")) for part in text.split(r"\lor")]
-            # atoms: a chain is an And of the parser's own, which has no solutions itself
+            # atoms: the parser returns a chain as an And, which has no solution set
             relations = [[each for part in parts for each in part.atoms(Relational)] for parts in alternatives]
             return [Union(*[Intersection(*[each.as_set() for each in parts]) for parts in relations])]
         return [_parse_latex(text.replace(r"\lor", ","))]
     except MemoryError:
         raise
-    except Exception:  # the parser raises whatever its grammar and sympy meet
+    except Exception:  # the parser lets all errors of its grammar and of sympy through
         _logger.debug("not parsed", exc_info=True)
         return []
 
@@ -366,7 +366,7 @@ def _parse_latex(text: str):
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
 
-    # Not `units`: it would take t or m at the end for one.
+    # Without `units`, which would take a final t or m for a unit.
     config = NormalizationConfig(units=False, malformed_operators=True, nits=False, boxed="none")
     return parse_latex_cached(normalize_latex(text, config))
 
@@ -376,7 +376,7 @@ def _variables(text: str) -> set[str]:
 
 
 def _agree(answers: list, golds: list) -> bool:
-    """Whether math-verify finds one of the answers equal to one of the golds, both as it has parsed them."""
+    """Return whether math-verify finds any of the parsed answers equal to any of the parsed golds."""
     from math_verify import verify
     from sympy import Expr
 
@@ -385,7 +385,7 @@ def _agree(answers: list, golds: list) -> bool:
             same = _same_value(answers[0], golds[0])
         except MemoryError:
             raise
-        except Exception:  # sympy cannot evaluate it; math-verify may still find the two alike
+        except Exception:  # sympy cannot evaluate it; math-verify may still find them equal
             _logger.debug("not evaluated", exc_info=True)
             same = None
         if same is not None:
@@ -394,18 +394,18 @@ def _agree(answers: list, golds: list) -> bool:
 
 
 def _same_value(a, b) -> bool | None:
-    r"""Whether two expressions have the same value at two points; None where that does not settle it.
+    r"""Compare the values of two expressions at two points; return None if that does not decide.
 
-    math-verify rounds to six places ("1.6e-19" != "1.7e-19") and evaluates 15 digits ("\sqrt{2} + 10^{-20}" !=
-    "\sqrt{2}"), takes i for a variable ("(1+i)^2" == "2i"), and hands all else to simplify, which misses
-    "\sqrt{x^2+2x+1}" == "|x+1|" and takes seconds for most that is not equal.
+    math-verify rounds to six places ("1.6e-19" != "1.7e-19"), evaluates 15 digits ("\sqrt{2} + 10^{-20}" != "\sqrt{2}")
+    and takes i for a variable ("(1+i)^2" == "2i"). It hands the rest to simplify, which misses
+    "\sqrt{x^2+2x+1}" == "|x+1|" and takes seconds for most unequal pairs.
     """
     from sympy import E, Float, I, Rational, Symbol, UnevaluatedExpr, log, zoo
 
     if any((isinstance(side, Symbol) and len(side.name) > 1) or side.has(UnevaluatedExpr) for side in (a, b)):
         return None  # \text{yes}, 50\%
     a, b = (side.xreplace({symbol: I for symbol in side.free_symbols if symbol.name == "i"}).doit() for side in (a, b))
-    # math-verify's parser makes logarithms with a base that sympy evaluates as if they had none.
+    # math-verify's parser makes logarithms with a base, which sympy evaluates without the base.
     a, b = (side.replace(log, lambda x, base=E: log(x) / log(base)) for side in (a, b))
     if a.is_Rational and b.is_Rational:
         return a == b
@@ -417,7 +417,7 @@ def _same_value(a, b) -> bool | None:
         if not all(value.is_number and value.is_finite for value in values) or zoo in values:
             return None
         difference, size = abs(values[0] - values[1]), max(abs(value) for value in values)
-        if size > 1e-60:  # else both are 0, of which sympy knows no digit
+        if size > 1e-60:  # otherwise both are 0, for which sympy computes no digits
             if difference > largest * size:
                 return False if sign == 1 else None  # \sqrt{x^2} and x
             if difference > smallest * size:

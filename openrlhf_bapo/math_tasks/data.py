@@ -1,14 +1,14 @@
-"""Public mathematics datasets: from a row as its authors published it to a problem and its final answer.
+"""Public mathematics datasets: from a published row to a problem and its final answer.
 
-Keys and forms differ from dataset to dataset, and between copies of one. What all have in common is one reading:
+Keys and forms differ between datasets, and between copies of one dataset. All rows are read by the same rules:
 
     problem    the first of `PROBLEM_KEYS` that has a value: text, or a chat of one user message
     answer     the first of `ANSWER_KEYS` that has a value: text, a number, a list of one answer, a `reward_model`
                with its `ground_truth`, or a worked solution with the answer in its last \\boxed{}
 
-A `MathDataset` says where the rows come from, how they are told from another dataset's, and what else is done to its
-problems and answers. A row that gives no problem with one checkable answer is left out with a reason; of N rows read
-each one is written or named.
+A `MathDataset` says where the rows come from, how they differ from other datasets' rows, and how its problems and
+answers are cleaned. A row without a problem or without exactly one checkable answer is left out with a reason. Every
+row that was read is either written or named.
 """
 
 import json
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 PROBLEM_KEYS = ("problem", "question", "prompt")
-"""Looked for in this order, whatever their case."""
+"""Tried in this order, ignoring case."""
 
 ANSWER_KEYS = ("answer", "final_answer", "expected_answer", "reward_model", "solution")
-"""Looked for in this order, whatever their case."""
+"""Tried in this order, ignoring case."""
 
 PROMPT_SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
-"""Follows the problem on a line of its own; the wording of DeepSeek-R1's usage recommendations."""
+"""A separate line after the problem, in the words of DeepSeek-R1's usage recommendations."""
 
 NO_PROBLEM = "no problem text"
 NO_SINGLE_MESSAGE = "chat that is not one user message"
@@ -36,22 +36,22 @@ NO_BOXED = "no answer, and no balanced \\boxed{} in the solution"
 NO_MARK = 'no "####" before the answer'
 WORDS = "answer in words"
 NESTED = "list or dict written as text"
-NO_VALUE = "answer that is no value (inf, nan, true, false, none or null)"
+NO_VALUE = "answer that is not a value (inf, nan, true, false, none or null)"
 WORKED = "worked solution in place of an answer"
 OTHER_FORM = "answer that the dataset cannot have"
 OTHER_DATASET = "row of "
-"""And the name of that dataset."""
+"""The name of that dataset follows."""
 
 DUPLICATE = "duplicate of an earlier row"
 CONFLICT = "same problem with another answer"
 
-# Minerva marks, on the next line, an image that nobody needs. The first is what OpenRLHF takes for an image's place.
+# Minerva marks images that are not needed on the line after them. "<image" is OpenRLHF's placeholder for an image.
 _IMAGE = re.compile(r"<image|<img\b|!\[[^\]]*\]\(|\\includegraphics(?!.*\s\\nonessentialimage)")
-# What Python makes of a nested value where a file can only hold text, as CSV does.
+# Python's text of a nested value, which is found in formats that only hold text, such as CSV.
 _NESTED = re.compile(r"\s*[\[{]\s*[{'\"]")
-# What Python, JSON and spreadsheets write where there is no answer, or only whether one was right.
+# Written by Python, JSON and spreadsheets for a missing answer, or for whether an answer was right.
 _NO_VALUES = ("inf", "infinity", "nan", "true", "false", "none", "null")
-# Of the labels that we know none has 3 words outside of LaTeX's commands.
+# No label of the known datasets has even 3 words outside of LaTeX commands.
 _WORDS_OF_A_SOLUTION = 10
 _IDS = ("id", "unique_id", "idx")
 _DAPO_BEFORE = (
@@ -62,22 +62,22 @@ _DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:"'
 
 
 class UnusableRow(Exception):
-    """A row gives no problem with one checkable answer; the message is the reason, one of the constants above."""
+    """The row has no problem with exactly one checkable answer. The message is one of the reasons above."""
 
 
 class WrongDataset(Exception):
-    """The rows as a whole cannot be the dataset's; the message says what they have and what is allowed."""
+    """The rows cannot belong to the dataset. The message says what they have and what is allowed."""
 
 
 def last_boxed(text: str) -> str:
-    """What stands in the last \\boxed{} of a text, nested braces included.
+    """Return the content of the last \\boxed{} of a text, with nested braces.
 
     Raises:
-        UnusableRow: if there is none, or its braces do not balance.
+        UnusableRow: if there is no box, or its braces do not balance.
     """
     _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
-    # An escaped character is one step, so that \{ and \} do not count.
+    # An escaped character is one match, so \{ and \} do not change the depth.
     for step in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(step[0], 0)
         if mark and depth == 0:
@@ -86,20 +86,20 @@ def last_boxed(text: str) -> str:
 
 
 def _plain_integer(answer: str) -> str:
-    # 027, 27 and 27.0 are one answer; which of them a file has depends on its copy.
+    # 027, 27 and 27.0 are the same answer; copies of a dataset differ in which one they have.
     match = re.fullmatch(r"([+-]?\d+)(\.0*)?", answer)
     return str(int(match[1])) if match else answer
 
 
 def _after_mark(answer: str) -> str:
-    # A bare number needs no mark; a worked solution ends with it. Commas only ever group thousands here.
+    # A worked solution has the mark before its answer; a bare number needs none. Commas here only group thousands.
     if not re.fullmatch(r"-?[\d.,]+", answer) and "####" not in answer:
         raise UnusableRow(NO_MARK)
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
 def _without_words(answer: str) -> str:
-    # "$f(x)=a x+b$, where $b$ is an arbitrary integer": no rule can compare what stands outside the formulas.
+    # "$f(x)=a x+b$, where $b$ is an arbitrary integer": no rule can compare the words outside the formulas.
     outside = re.sub(r"\$[^$]*\$|\\[A-Za-z]+", "", answer)
     if re.search(r"[A-Za-z]{2}", outside):
         raise UnusableRow(WORDS)
@@ -107,7 +107,7 @@ def _without_words(answer: str) -> str:
 
 
 def _without_dapo_instruction(problem: str) -> str:
-    # It asks for a last line "Answer: ..."; ours asks for \boxed{}, and two instructions would contradict each other.
+    # It asks for a last line "Answer: ...", which would contradict PROMPT_SUFFIX, which asks for \boxed{}.
     return problem.removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER + ".").removesuffix(_DAPO_AFTER)
 
 
@@ -117,37 +117,37 @@ def _unchanged(text: str) -> str:
 
 @dataclass(frozen=True)
 class MathDataset:
-    """Where a dataset is published, and what is special about its rows."""
+    """Where a dataset is published, and how its rows differ from those of other datasets."""
 
     repository: str
-    """On the Hugging Face hub."""
+    """Its name on the Hugging Face hub."""
 
     split: str
-    """The one that is read unless told otherwise."""
+    """The split to read by default."""
 
     mark: tuple[str, str]
-    """A key, and a pattern in its text, which no other dataset's rows have; not every copy has it."""
+    """A key, and a pattern in its text that no other dataset's rows have. Some copies of the dataset lack it."""
 
     config: str | None = None
-    """The hub's name for a part of the repository; None where there is only one."""
+    """The hub's name for a part of the repository; None if there is only one part."""
 
     num_problems: int | None = None
-    """Published, in all splits; None: not known."""
+    """Number of published problems in all splits; None: unknown."""
 
     label: str = "(?s:.*)"
-    """Pattern of every answer, as it is written."""
+    """Pattern that every written answer matches."""
 
     clean_problem: Callable[[str], str] = _unchanged
     clean_answer: Callable[[str], str] = _unchanged
-    """Called on the text found; raises UnusableRow."""
+    """Called on the text that was found; may raise UnusableRow."""
 
 
-# Repository, configuration and split as on the hub; the comments say where a dataset comes from and what its rows hold.
+# Repository, configuration and split are the hub's. The comments give each dataset's source and the keys of its rows.
 DATASETS = {
-    # arXiv 2505.22312. 105,055 rows; `prompt` a chat, `reward_model.ground_truth` a JSON list in a string.
+    # arXiv 2505.22312. 105,055 rows; `prompt` is a chat, `reward_model.ground_truth` a JSON list in a string.
     "skywork-or1": MathDataset("Skywork/Skywork-OR1-RL-Data", "math", mark=("data_source", "^train-math")),
-    # arXiv 2503.14476. About 17,000 problems, each a hundred times; `prompt` a chat with an instruction around it.
-    # Its authors turned every answer into an integer.
+    # arXiv 2503.14476. About 17,000 problems, each about a hundred times; `prompt` is a chat with an instruction around
+    # the problem. Its authors turned every answer into an integer.
     "dapo-math": MathDataset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         "train",
@@ -177,7 +177,7 @@ DATASETS = {
     "math500": MathDataset(
         "HuggingFaceH4/MATH-500", "test", mark=("unique_id", r"^test/\w+/\d+\.json$"), num_problems=500
     ),
-    # `question`, `answer`, `url`; other copies have the answer as a float. Only problems with an integer were kept.
+    # `question`, `answer`, `url`; other copies have the answer as a float. It has only problems with integer answers.
     "amc23": MathDataset(
         "math-ai/amc23",
         "test",
@@ -186,13 +186,13 @@ DATASETS = {
         label=r"-?\d+",
         clean_answer=_plain_integer,
     ),
-    # arXiv 2206.14858. `question`, `answer`; other copies have the answer in the solution's \boxed{}, and a `type`, the
-    # course, such as "Relativity (8.033 Fall 2006)".
+    # arXiv 2206.14858. `question`, `answer`; other copies have the answer in the solution's \boxed{}, and the course as
+    # `type`, such as "Relativity (8.033 Fall 2006)".
     "minerva": MathDataset(
         "math-ai/minervamath", "test", mark=("type", r"\(\S+ (Spring|Fall) \d{4}\)$"), num_problems=272
     ),
     # arXiv 2402.14008: open-ended, text only, mathematics, English, competition. Every `final_answer` has one entry;
-    # what has several parts or solutions lists them inside it, separated by commas.
+    # several parts or solutions are separated by commas in it.
     "olympiadbench": MathDataset(
         "Hothan/OlympiadBench",
         "train",
@@ -212,7 +212,7 @@ DATASETS = {
         clean_answer=_after_mark,
     ),
 }
-"""By the name that the command takes and that is written as `datasource`."""
+"""Datasets by the name that the command takes, which is also written as `datasource`."""
 
 
 def _first(row: dict, keys: Iterable[str]) -> tuple[str, object]:
@@ -251,7 +251,7 @@ def _answer_text(key: str, value: object) -> str:
 
 
 def _parsed_list(value: object) -> object:
-    # Only of strings: "[0, 1]" is an interval, '["3"]' a list with one answer.
+    # Only lists of strings: "[0, 1]" is an interval, '["3"]' a list with one answer.
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -266,10 +266,10 @@ def _not_nested(text: str) -> str:
 
 
 def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
-    """The problem, and its final answer without $ signs around formulas and without a full stop.
+    """Return the problem and its final answer, without $ signs around formulas and without a full stop.
 
     Raises:
-        UnusableRow: with the reason.
+        UnusableRow: if the row cannot be used, with the reason.
     """
     if not _has_mark(row, dataset):
         for name, other in DATASETS.items():
@@ -301,34 +301,34 @@ def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
 
 @dataclass
 class Problems:
-    """What became of all rows of a dataset."""
+    """The outcome of reading all rows of a dataset."""
 
     num_rows: int = 0
     usable: list[tuple[str, str]] = field(default_factory=list)
-    """(problem, label), in the order of the rows."""
+    """(problem, label) in the order of the rows."""
 
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """reason -> the rows, each as "row 3" or "row 3 (id 17)", counted from 1."""
+    """Names of the rows that were left out, by reason: "row 3" or "row 3 (id 17)", counted from 1."""
 
     def leave_out(self, reason: str, row_name: str) -> None:
-        """Count and name a row."""
+        """Record a row that is left out."""
         self.left_out.setdefault(reason, []).append(row_name)
 
 
 def read_problems(rows: Iterable[dict], dataset: MathDataset) -> Problems:
-    """Read every row; problems that differ in white space only are one problem.
+    """Read every row. Problems that differ only in white space are the same problem.
 
-    Of equal rows the first is used. Of rows with one problem and different answers none is: nobody can tell which is
-    right.
+    Of equal rows the first is used. Rows with the same problem and different answers are all left out, because the
+    right answer is unknown.
 
     Raises:
-        WrongDataset: if no row has a key for a problem, or none for an answer, or there are more problems than were
-            published.
+        WrongDataset: if no row has a key for a problem, if no row has a key for an answer, or if there are more
+            problems than were published.
     """
     found = Problems()
-    first: dict[str, tuple[str, str, str]] = {}  # by problem without white space: problem, label, name of the row
+    first: dict[str, tuple[str, str, str]] = {}  # by normalized problem: (problem, label, name of the row)
     conflicting: dict[str, None] = {}
-    keys: dict[str, None] = {}  # as a set, but in the order of the file
+    keys: dict[str, None] = {}  # used as an ordered set
     for number, row in enumerate(rows, start=1):
         found.num_rows = number
         keys.update(dict.fromkeys(row))

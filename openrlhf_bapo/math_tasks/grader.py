@@ -1,15 +1,15 @@
-"""Grades responses in worker processes, under limits of time and memory.
+"""Grades responses in worker processes with limits on time and memory.
 
     submit --> plain comparison in the calling thread --> first attempts --> second attempts --> Grade
 
-A thread for each worker sends it one answer at a time and waits for the outcome. A worker imports math-verify once and
-forks a child that compares: the kernel's timer ends the child even inside a C call that does not return, such as a
-power of big integers, and the next child is there at once.
+Each worker has a thread that sends it one answer at a time and waits for the outcome. A worker imports math-verify once
+and forks a child that compares. The kernel's timer ends the child even inside a C call that does not return, such as a
+power of big integers. The next child is forked at once.
 
-Nobody waits behind a row of hostile answers. The first attempt at an answer gets a fifth of the time limit, plenty for
-all but the rarest. What does not finish starts over with the whole limit when no first attempt waits. So an ordinary
-answer that finds one worker and four hostile answers before it waits for four fifths of the limit, or for one limit
-where a second attempt has begun, and not for four.
+An ordinary answer does not wait for all hostile answers before it. The first attempt at an answer gets a fifth of the
+time limit, which is enough for nearly all answers. An unfinished one starts again with the whole limit when no first
+attempt is waiting. For example, with one worker and four hostile answers in front, an ordinary answer waits for four
+fifths of the limit, or for one limit if a second attempt is running, instead of four limits.
 """
 
 import ctypes
@@ -36,15 +36,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Grade:
-    """What a response got."""
+    """The grade of one response."""
 
     is_correct: bool
     failure: str | None = None
-    """Why the answer could not be compared and counts as wrong: "timeout", "crash", or None."""
+    """Why the answer could not be compared, and so counts as wrong: "timeout" or "crash"; None if it was compared."""
 
 
 def failure_logs(grades: Sequence[Grade]) -> dict[str, list[float]]:
-    """For OpenRLHF's extra_logs: "graded_timeouts" and "graded_crashes", 1 where a grade is one, else 0."""
+    """Return OpenRLHF's extra_logs: "graded_timeouts" and "graded_crashes", 1.0 for each such grade, else 0.0."""
     failures = {"graded_timeouts": "timeout", "graded_crashes": "crash"}
     return {name: [float(grade.failure == failure) for grade in grades] for name, failure in failures.items()}
 
@@ -57,34 +57,34 @@ class _Task:
 
 
 class MathGrader:
-    """Grades as `is_correct` does, from any thread, with limits on what hostile or unlucky answers can take.
+    """Grades like `is_correct`, from any thread, with limits on time and memory per answer.
 
-    Most answers are decided by the plain comparison in the calling thread. The others go to worker processes, which
-    start when they are needed and end with this process, however it ends.
+    The plain comparison in the calling thread decides most answers. The others go to worker processes, which start when
+    they are needed and end with this process, even if it is killed.
 
     Args:
-        num_workers: processes at most.
-        time_limit: seconds for one answer, without the wait for a free worker.
-        memory_limit: bytes that a worker may take above what it has after its imports, where the platform limits that.
+        num_workers: maximum number of worker processes.
+        time_limit: seconds per answer, not counting the wait for a free worker.
+        memory_limit: bytes that a worker may allocate after its imports, on platforms that support such a limit.
     """
 
     def __init__(self, num_workers: int, time_limit: float, memory_limit: int = 2 << 30):
         self.num_workers, self.time_limit, self.memory_limit = num_workers, time_limit, memory_limit
         self.timeouts = 0
-        """Answers that ran into the time limit so far; each counts as wrong."""
+        """Number of answers so far that exceeded the time limit; each counts as wrong."""
         self.crashes = 0
-        """Answers at which a worker ended or ran out of memory so far; each counts as wrong."""
-        self._lock = threading.Lock()  # guards what follows, and the counts
+        """Number of answers so far that ended their worker or exhausted its memory; each counts as wrong."""
+        self._lock = threading.Lock()  # guards the attributes below, and the counts
         self._tasks = queue.PriorityQueue()  # of (attempt, number, task)
         self._threads: list[threading.Thread] = []
         self._workers: set[subprocess.Popen] = set()
 
     def grade(self, responses: Sequence[str], golds: Sequence[str]) -> list[Grade]:
-        """The grades of responses, each against its gold answer; returns when all are there."""
+        """Grade each response against its gold answer; return when all are graded."""
         return [future.result() for future in [self.submit(*pair) for pair in zip(responses, golds, strict=True)]]
 
     def submit(self, response: str, gold: str) -> "Future[Grade]":
-        """The same for one response, without waiting; the future never holds an exception and cannot be cancelled."""
+        """Grade one response without waiting. The future never holds an exception and cannot be canceled."""
         task = _Task(find_answer(response), find_gold(gold))
         task.grade.set_running_or_notify_cancel()
         plainly = is_plainly_equal(task.answer, task.gold)
@@ -99,7 +99,7 @@ class MathGrader:
         return task.grade
 
     def close(self) -> None:
-        """End the workers; what they are at counts as crashed. A later call starts new ones."""
+        """End the workers; answers in progress count as crashed. A later call starts new workers."""
         with self._lock:
             tasks, self._tasks = self._tasks, queue.PriorityQueue()
             threads, self._threads = self._threads, []
@@ -111,7 +111,7 @@ class MathGrader:
             thread.join()
 
     def _work(self, tasks: queue.PriorityQueue) -> None:
-        # The life of a thread until close() has put None: it owns one worker, and replaces it when it has ended.
+        # A thread runs this until close() puts None. It owns one worker and replaces it when it has ended.
         worker = None
         while True:
             attempt, _, task = tasks.get()
@@ -134,8 +134,8 @@ class MathGrader:
             self._workers.discard(ended)
             if tasks is not self._tasks:  # closed
                 return None
-            # A program of its own: a fork would copy the locks of the threads around us, and multiprocessing's start
-            # methods run the main module again, be it Ray's or a user's script without `if __name__ == "__main__"`.
+            # A separate program: a fork would copy the locks of other threads, and multiprocessing's start methods run
+            # the main module again, which may be Ray's or a user's script without `if __name__ == "__main__"`.
             worker = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), str(self.memory_limit)],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
@@ -156,7 +156,7 @@ class MathGrader:
             num_failures = self.timeouts + self.crashes
         if num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
             _logger.warning(
-                "%d answers ran into the time limit of %g s and %d ended their worker; they count as wrong",
+                "%d answers exceeded the time limit of %g s and %d ended their worker; they count as wrong",
                 *(self.timeouts, self.time_limit, self.crashes),
             )
         task.grade.set_result(Grade(False, outcome))
@@ -166,7 +166,7 @@ _numbers = itertools.count(1)
 
 
 def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
-    # "equal", "different", "timeout" or "crash"; None where the worker has ended.
+    # Returns "equal", "different", "timeout" or "crash"; None if the worker has ended.
     number = next(_numbers)
     try:
         print(json.dumps([number, seconds, *astuple(task.answer), task.gold]), file=worker.stdin, flush=True)
@@ -181,27 +181,27 @@ def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
 
 # In a worker ---------------------------------------------------------------------------------------------------------
 
-_TASKS_OF_A_CHILD = 1000  # after which what they have left in memory goes with it
+_TASKS_OF_A_CHILD = 1000  # then the child is replaced, which frees the memory that its tasks have left
 _PIPE_ENDED = 3
 
 
 def _serve(grader: int, memory_limit: int) -> None:
-    """Answer on stdout what stdin asks, until the grader's process closes the pipe or ends.
+    """Answer tasks from stdin on stdout until the grader's process closes the pipe or ends.
 
-    A child compares; when it dies, the next one is there at once, with math-verify imported.
+    A child compares. When it dies, the next one is forked at once, with math-verify already imported.
     """
     _end_with(grader)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader's process, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the grader's process handles Ctrl-C and ends this one
     outcomes = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for answer, gold in ((r"\frac{1}{\sqrt{2}}+x^2", r"\frac{\sqrt{2}}{2}+x"), (r"\{1\}", "(0,1]"), ("x>1", "(a,b)")):
-        is_equal(Answer(answer, f"\\boxed{{{answer}}}"), gold)  # imports and fills caches, where no time limit runs
+        is_equal(Answer(answer, f"\\boxed{{{answer}}}"), gold)  # imports and fills caches while no time limit runs
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + memory_limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     worker = os.getpid()
-    at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's task, 0 for none
+    at_work = memoryview(mmap.mmap(-1, 8)).cast("Q")  # the number of the child's current task; 0: none
     while True:
         child = os.fork()
         if child == 0:
@@ -234,11 +234,11 @@ def _compare(outcomes: TextIO, at_work: memoryview) -> NoReturn:
 
 
 def _end_with(parent: int) -> None:
-    # Elsewhere than on Linux a worker ends when its pipe does, and its child with the timer.
+    # On other systems than Linux a closed pipe ends a worker, and the timer ends its child.
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
 

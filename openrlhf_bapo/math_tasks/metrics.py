@@ -1,9 +1,8 @@
-"""Metrics of an evaluation: n graded responses to each problem, with bootstrap intervals over the problems.
+"""Metrics of an evaluation with n graded responses per problem, with bootstrap intervals over the problems.
 
-A problem's metrics come from its own n responses; a dataset's are the means over its problems, each of which counts
-alike. Responses are a sample too, but n of them to one problem share its difficulty, so that the interval resamples
-whole problems. It says how far the mean would move with other problems of the same kind; where all problems are alike,
-it has no width.
+A problem's metrics come from its n responses. A dataset's metrics are unweighted means over its problems. The n
+responses to one problem share its difficulty, so the bootstrap resamples whole problems. The interval says how far the
+mean would move with other problems of the same kind; if all problems give equal values, it has no width.
 """
 
 import math
@@ -23,19 +22,19 @@ _COUNTS_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class GradedResponse:
-    """What the metrics need to know of one response."""
+    """The inputs of the metrics for one response."""
 
     reward: float | None
-    """As the reward function gave it; None: it failed, the response is ungraded and counts as 0."""
+    """The reward function's value. None: it failed, and the ungraded response counts as 0."""
 
     answer: str | None
-    """The final answer extracted from the text, its vote in the majority; None: it has none and does not vote."""
+    """The final answer extracted from the text, which is its vote in majority@n. None: no answer, no vote."""
 
     truncated: bool
-    """Ended by the maximum length, not by the model."""
+    """Whether the maximum length ended the response, not the model."""
 
     num_tokens: int
-    """Length without the prompt, in tokens."""
+    """Response length in tokens, without the prompt."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Estimate:
 
 
 def pass_at(rewards: torch.Tensor, k: int) -> torch.Tensor:
-    """pass@k of every problem: the expected best reward of k of its n responses, drawn without replacement.
+    """Return pass@k of every problem: the expected best reward of k of its n responses, drawn without replacement.
 
-    With c of n rewards 1 and the others 0 this is the unbiased 1 - C(n-c, k) / C(n, k) of Chen et al. 2021
-    (arXiv 2107.03374). For any rewards, k = 1 gives the mean and k = n the maximum, OpenRLHF's `pass1` and `passN`
-    (`compute_eval_metrics` in trainer/ppo_trainer.py).
+    If c of n rewards are 1 and the others 0, this is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021
+    (arXiv 2107.03374). For any rewards, k = 1 gives the mean and k = n the maximum, like OpenRLHF's `pass1` and
+    `passN` (`compute_eval_metrics` in trainer/ppo_trainer.py).
 
     Args:
         rewards: [num_problems, n].
@@ -68,10 +67,10 @@ def pass_at(rewards: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def majority(responses: list[GradedResponse]) -> float:
-    """majority@n of one problem: the reward of the answer that most of its responses give.
+    """Return majority@n of one problem: the reward of its most frequent answer, 0 if no response has an answer.
 
-    Of answers with equally many votes each is taken as likely as the others: the result is the mean over them. An
-    answer's reward is the mean over the responses that give it. 0 where no response has an answer.
+    An answer's reward is the mean over the responses that give it. If several answers are equally frequent, the result
+    is the mean over them.
     """
     rewards_by_answer = defaultdict(list)
     for response in responses:
@@ -86,12 +85,12 @@ def majority(responses: list[GradedResponse]) -> float:
 def bootstrap_means(
     values: torch.Tensor, generator: torch.Generator, num_resamples: int = NUM_RESAMPLES
 ) -> torch.Tensor:
-    """Means over problems drawn anew with replacement, as many as there are.
+    """Return bootstrap means: each over as many problems as there are, drawn with replacement.
 
     Args:
         values: [num_problems, num_metrics], float64; a resample takes the same problems for all metrics.
         generator: source of the draws.
-        num_resamples: how many.
+        num_resamples: number of bootstrap means.
 
     Returns:
         [num_resamples, num_metrics], float64.
@@ -109,17 +108,17 @@ def bootstrap_means(
 def evaluation_metrics(
     datasets: dict[str, list[list[GradedResponse]]], pass_at_k: list[int], seed: int
 ) -> dict[str, dict[str, Estimate | None]]:
-    """Every metric of every dataset, and the unweighted mean over the datasets under `MACRO_AVERAGE`.
+    """Return every metric of every dataset, and under `MACRO_AVERAGE` the unweighted mean over the datasets.
 
     Args:
         datasets: by name, the n responses of each problem.
         pass_at_k: the k of pass@k, each from 1 to n.
-        seed: of the resamples.
+        seed: seed of the bootstrap.
 
     Returns:
-        By dataset, then by metric: "avg@n" (mean reward; with rewards 0 and 1 the accuracy), "pass@k" for each k,
-        "majority@n", "truncated" (a fraction of the responses), "length" (mean, in tokens). majority@n is None where
-        not one response of the dataset has an answer, and so is then its macro average.
+        By dataset, then by metric: "avg@n" (mean reward, which is the accuracy if rewards are 0 and 1), "pass@k" for
+        each k, "majority@n", "truncated" (fraction of the responses), "length" (mean, in tokens). majority@n is None if
+        no response of the dataset has an answer; then its macro average is None too.
     """
     generator = torch.Generator().manual_seed(seed)
     metrics, all_means, all_resampled, unknown = {}, [], [], set()
@@ -134,13 +133,13 @@ def evaluation_metrics(
         all_resampled.append(resampled)
         unknown |= without
     names = list(next(iter(metrics.values())))
-    # Datasets are resampled apart, so that the mean of their resampled means is a resample of the mean.
+    # Datasets are resampled independently, so the mean of their bootstrap means is a bootstrap mean of the average.
     means, resampled = torch.stack(all_means).mean(0), torch.stack(all_resampled).mean(0)
     return metrics | {MACRO_AVERAGE: _estimates(names, means, resampled, unknown)}
 
 
 def _per_problem(problems: list[list[GradedResponse]], pass_at_k: list[int]) -> dict[str, torch.Tensor]:
-    """Every metric of every problem, [num_problems] each, in the order in which they are shown."""
+    """Return every metric of every problem, [num_problems] each, in the order of display."""
     n = len(problems[0])
 
     def table(value) -> torch.Tensor:

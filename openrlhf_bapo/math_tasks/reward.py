@@ -7,21 +7,21 @@ import torch
 from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 
-# One a process, for all of OpenRLHF's threads; workers start with the first answer that needs one.
+# One per process, shared by all of OpenRLHF's threads. Workers start with the first answer that needs one.
 GRADER = MathGrader(num_workers=min(4, os.cpu_count()), time_limit=5.0)
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list, **kwargs) -> dict:
-    """Grade each response against its label, as OpenRLHF's SingleTurnAgentExecutor (utils/agent.py) asks for it.
+    """Grade each response against its label; called by OpenRLHF's SingleTurnAgentExecutor (utils/agent.py).
 
     Args:
         queries: prompt and response as text, special tokens included.
         prompts: the prompts alone.
-        labels: the gold answers; text, or numbers where the dataset has numbers.
+        labels: the gold answers, as text or numbers.
 
     Returns:
-        `rewards` and `scores`, float [len(queries)], and `extra_logs`, which OpenRLHF averages over the samples and
-        logs: which responses count as wrong because their answer ran into the time limit, or ended its worker.
+        `rewards` and `scores`, float [len(queries)], and `extra_logs`: which responses count as wrong because grading
+        them took too long or ended a worker. OpenRLHF logs their means over the samples.
     """
     responses = [response_from_query(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
     grades = GRADER.grade(responses, [str(label) for label in labels])

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -12,12 +13,12 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ClipConfig, ContributionTally
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, SteadyBounds, importance_ratio, make_clip_rule
+from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.openrlhf.registration import call_what_waits
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_steady_bounds, save_steady_bounds
-from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy, smoothing_config_from_args
+from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
 
@@ -48,46 +49,36 @@ class UpdateWindowLoader(DataLoader):
 
 
 class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
-    """Upstream's trainer of one data-parallel rank; with `--policy_loss bapo` the bounds follow every update.
+    """OpenRLHF's trainer of one data-parallel rank, with the clip rule that `--policy_loss` asks for.
 
-    With `--bapo.scope update` the bounds come from all micro-batches of an optimizer step on all data-parallel ranks.
-    One micro-batch a step: the loss finds them from the ratios it computes anyway. More: their ratios come from a
-    forward without gradient over the window, except in the first step after fresh rollouts without replay, whose
-    log-probs OpenRLHF has just computed with the same weights. With `--bapo.smoothing` an update is trained between
-    bounds that follow the updates before it, and tallied as it is trained.
+    The rule is closed once per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
+    rule that needs the tally first gets it in one of three ways. With one micro-batch per step, the loss tallies the
+    ratios that it computes anyway. With more, the ratios come from a forward pass without gradient over the window. In
+    the first step after fresh rollouts without replay they need no forward pass: OpenRLHF has just computed the
+    log-probs with the same weights. gspo, which bounds each sequence's ratio, has no rule.
 
-    With `--policy_loss ppo` loss and bounds are upstream's; the same metrics are taken at its fixed bounds.
-
-    With every loss a token whose log-prob, ratio or advantage is not finite counts nowhere but in its own metric, and
-    an update whose loss or gradient is not finite is skipped.
+    With every loss, a token whose log-prob, ratio or advantage is not finite counts only in its own metric, and an
+    update whose loss or gradient is not finite is skipped.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.global_step = 0
-        """Of the running training step, as OpenRLHF counts them in its logs."""
+        """The running training step, as OpenRLHF counts them in its logs."""
         self._group = self.strategy.ds_device_mesh["dp"].get_group()
-        if self.args.policy_loss == "bapo":
-            bapo = self.args.bapo
+        self._rule = _clip_rule(self.args, self.actor_loss_fn)
+        if self._rule is not None:
             self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
                 self.actor_loss_fn,
-                clip_config=clip_config_from_args(bapo),
-                smoothing=smoothing_config_from_args(bapo),
-                token_weight=bapo.token_weight,
+                rule=self._rule,
+                token_weight=self.args.bapo.token_weight or "none",
                 group=self._group,
             )
-            if bapo.scope == "update":
+            if self._rule.config.scope == "update":
                 self.replay_buffer.update_ends = self._update_ends
                 self.replay_buffer.before_update = self._before_update
             if (state := load_steady_bounds(self.args)) is not None:
-                self.actor_loss_fn.steady.load_state_dict(state)
-        elif self.args.policy_loss == "ppo":
-            self._fixed_bounds = BapoPolicyLoss.from_policy_loss(
-                self.actor_loss_fn, clip_config=_fixed_clip_config(self.actor_loss_fn), group=self._group
-            )
-            self.actor_loss_fn.register_forward_hook(self._tally_contributions, with_kwargs=True)
-            self.replay_buffer.update_ends = self._update_ends
-            self.replay_buffer.before_update = lambda window: self._measure_fixed_bounds()
+                self._rule.load_state_dict(state)
         self.actor_loss_fn.register_forward_pre_hook(self._leave_out_nonfinite, with_kwargs=True)
         backward = self.strategy.backward
         self.strategy.backward = lambda loss, *args, **kwargs: backward(with_its_gradient(loss), *args, **kwargs)
@@ -99,17 +90,17 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Upstream's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
+        """Make OpenRLHF's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
 
-        `offpolicy/optimizer_steps_taken` is how many optimizer steps it made; `offpolicy/nonfinite_tokens` and
-        `offpolicy/updates_skipped` are logged with off-policy features, and wherever there are any.
+        `offpolicy/optimizer_steps_taken` is the number of optimizer steps in this pass. `offpolicy/nonfinite_tokens`
+        and `offpolicy/updates_skipped` are logged with off-policy features, and wherever they are not 0.
 
-        Raises RuntimeError on all ranks where more updates in a row are skipped than `--bapo.max_skipped_updates`, or
-        where no token at all is finite.
+        Raises RuntimeError on all ranks if more updates in a row are skipped than `--bapo.max_skipped_updates` allows,
+        or if no token at all is finite.
         """
         self._is_first_update = True
-        self._ratio_forward_timers = []
-        self._off_policy_tally = self._contribution_tally = None
+        self._ratio_forward_timers: list[Timer] = []
+        self._off_policy_tally = None
         self._steps_before, skipped_before = self._num_steps(), self.actor.model.skipped_steps
         self._num_tokens, self._num_nonfinite = 0.0, 0
         self.global_step += 1
@@ -120,32 +111,25 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         if dump is not None:
             dump.write()
         status.update(self._fault_metrics(self.actor.model.skipped_steps - skipped_before))
-        if self.args.policy_loss == "bapo":
-            self.actor_loss_fn.end_update()
-            used, self.actor_loss_fn.used = self.actor_loss_fn.used, []
-            found, self.actor_loss_fn.found = self.actor_loss_fn.found, []
-            if used:
-                status.update(bounds_metrics(used, found))
-            elif found:
-                status.update(bounds_metrics(found))
-            if self.args.bapo.scope == "update":
-                status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
-            status["timing/bapo_search"] = self.actor_loss_fn.take_seconds()
-        elif self.args.policy_loss == "ppo":
-            self._measure_fixed_bounds()
-            self._fixed_bounds.take_seconds()  # of no search
-            found, self._fixed_bounds.found = self._fixed_bounds.found, []
-            if found:
-                metrics = bounds_metrics(found)
-                del metrics["bapo/initial_share"], metrics["bapo/target_reached"]  # there was no search
-                status.update(metrics)
+        if self._rule is not None:
+            status.update(self._rule_metrics(self._rule))
         if self._off_policy_tally is not None:
             status.update(offpolicy_metrics(self._off_policy_tally.all_reduce(self._group)))
             status["offpolicy/optimizer_steps_taken"] = self._steps_taken()
         return status
 
+    def _rule_metrics(self, rule: ClipRule) -> dict[str, float]:
+        """Close the last update; return the metrics of all updates of this pass, and what the rule cost in seconds."""
+        self.actor_loss_fn.close_update()
+        metrics, seconds = self.actor_loss_fn.take_metrics(), self.actor_loss_fn.take_seconds()
+        if rule.searches:
+            metrics["timing/bapo_search"] = seconds
+            if rule.config.scope == "update":
+                metrics["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
+        return metrics
+
     def training_step(self, experience: Experience, *args, **kwargs) -> dict:
-        """Upstream's; the loss's hook learns how stale the micro-batch's tokens are."""
+        """Make OpenRLHF's training step; the loss's hook learns how stale the tokens of the micro-batch are."""
         self._experience, engine = experience, self.actor.model
         num_updates, num_skipped = engine.global_steps, engine.skipped_steps
         status = super().training_step(experience, *args, **kwargs)
@@ -187,9 +171,9 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return {f"offpolicy/{name}": count for name, count in counted.items() if shown or count}
 
     def _tally_off_policy(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
-        log_probs, behaviour, advantages = (x.detach() for x in args)
+        log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
         tally = tally_offpolicy(
-            (log_probs - behaviour).clamp(-20.0, 20.0).exp(),
+            importance_ratio(log_probs, behavior_log_probs),
             advantages,
             kwargs["action_mask"],
             self._experience.staleness,
@@ -197,29 +181,19 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             1 - loss_fn.clip_eps_low,
             1 + loss_fn.clip_eps_high,
         )
-        self._off_policy_tally = _sum(self._off_policy_tally, tally)
+        self._off_policy_tally = tally if self._off_policy_tally is None else self._off_policy_tally + tally
 
     def _num_steps(self) -> int:
-        """Of the engine, without those that it skipped."""
+        """Count the optimizer steps of the engine, without skipped ones."""
         return self.actor.model.global_steps - self.actor.model.skipped_steps
 
     def _steps_taken(self) -> int:
         return self._num_steps() - self._steps_before
 
-    def _tally_contributions(self, _, args: tuple, kwargs: dict, __) -> None:
-        tally = self._fixed_bounds.tally(*(x.detach() for x in args), kwargs["action_mask"])
-        self._contribution_tally = _sum(self._contribution_tally, tally)
-
-    def _measure_fixed_bounds(self) -> None:
-        """Close the update that has been tallied, if any; every rank has as many."""
-        if self._contribution_tally is not None:
-            self._fixed_bounds.set_bounds(self._contribution_tally)
-            self._contribution_tally = None
-
     def _plan_steps_for_all_samples(self) -> None:
-        """Lift dynamic batch's cap on the optimizer steps, which OpenRLHF reckons from the fresh samples.
+        """Lift dynamic batch's cap on the optimizer steps, which OpenRLHF computes from the fresh samples.
 
-        What is left is its other bound, the samples that are there.
+        Its other cap stays: the number of samples in the replay buffer.
         """
         upstream = self.replay_buffer.setup_dynamic_batch
 
@@ -234,35 +208,35 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self.replay_buffer.setup_dynamic_batch = setup_dynamic_batch
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:
-        """For every micro-batch of one epoch, whether it is the last of its optimizer step's window."""
+        """Say for each micro-batch of one epoch whether it is the last one of its optimizer step."""
         if self.args.train.dynamic_batch_enable:
             return [bool(end) for end in self.replay_buffer.dynamic_optimizer_step]
-        # As loss_utils.iter_grad_accum_global_norm cuts them, a shorter last window included.
+        # loss_utils.iter_grad_accum_global_norm cuts them like this, a shorter last window included.
         accumulated = max(self.strategy.accumulated_gradient, 1)
         return [(i + 1) % accumulated == 0 or i + 1 == num_micro_batches for i in range(num_micro_batches)]
 
     @torch.no_grad()
     def _before_update(self, window: list[Experience]) -> None:
-        if self.actor_loss_fn.steady is not None:
-            self.actor_loss_fn.end_update()
+        if not self._rule.needs_tally_first:
+            self.actor_loss_fn.close_update()  # the update before this one
             return
         is_first, self._is_first_update = self._is_first_update, False
         if len(window) == 1:
-            self.actor_loss_fn.set_bounds(None)
+            self.actor_loss_fn.search_in_each_call()
             return
-        tally = None
         for experience in window:
             experience.to_device(torch.cuda.current_device())
-            behaviour, log_probs = experience.action_log_probs, experience.start_log_probs
+            behavior_log_probs, log_probs = experience.action_log_probs, experience.start_log_probs
             if not is_first or log_probs is None:
                 log_probs = self._action_log_probs(experience)
-            mask, values, _ = leave_out_nonfinite(experience.action_mask, log_probs, behaviour, experience.advantages)
-            part = self.actor_loss_fn.tally(*values, mask)
-            tally = _sum(tally, part)
-        self.actor_loss_fn.set_bounds(tally)
+            mask, values, _ = leave_out_nonfinite(
+                experience.action_mask, log_probs, behavior_log_probs, experience.advantages
+            )
+            self.actor_loss_fn.tally(*values, mask)
+        self.actor_loss_fn.close_update()
 
     def _action_log_probs(self, experience: Experience) -> torch.Tensor:
-        """log pi_theta of a micro-batch's action tokens, [batch, actions]; as PolicyModelActor.forward computes it."""
+        """Return log pi_theta of a micro-batch's action tokens, [batch, actions], as PolicyModelActor.forward does."""
         mm_inputs = {}
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
@@ -278,23 +252,20 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             )
 
 
-def _sum(tally: "ContributionTally | OffPolicyTally | None", part: "ContributionTally | OffPolicyTally"):
-    return part if tally is None else tally + part
-
-
-def _fixed_clip_config(loss: PolicyLoss) -> ClipConfig:
-    """A search that can only find the loss's own bounds."""
-    # Below e^-20 no ratio ever comes: a lower bound of 0 or less never clips.
-    lower, upper = max(1 - loss.clip_eps_low, 1e-9), 1 + loss.clip_eps_high
-    return ClipConfig(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
+def _clip_rule(args: Namespace, loss: PolicyLoss) -> ClipRule | None:
+    if args.policy_loss == "bapo":
+        return make_clip_rule(clip_config_from_args(args.bapo))
+    if args.policy_loss == "ppo":
+        return FixedBounds(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
+    return None  # gspo
 
 
 def _saving_steady_bounds(save_checkpoint):
     @functools.wraps(save_checkpoint)
     def saving(self, tag: str, *args, **kwargs):
-        steady = getattr(self.trainer.actor_loss_fn, "steady", None)
-        if steady is not None and self.strategy.is_rank_0():
-            save_steady_bounds(self.strategy.args, tag, steady.state_dict())
+        rule = self.trainer._rule
+        if isinstance(rule, SteadyBounds) and self.strategy.is_rank_0():
+            save_steady_bounds(self.strategy.args, tag, rule.state_dict())
         return save_checkpoint(self, tag, *args, **kwargs)
 
     return saving
@@ -318,3 +289,6 @@ def use_actor_trainer(upstream: ModuleType) -> None:
     actor.save_checkpoint = _saving_steady_bounds(actor.save_checkpoint)
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader
+
+
+call_what_waits(__name__)

@@ -6,6 +6,8 @@ from types import ModuleType
 import torch
 from openrlhf.trainer.ppo_utils import experience
 
+from openrlhf_bapo.openrlhf.registration import call_what_waits
+
 
 @dataclass
 class OffPolicyExperience(experience.Experience):
@@ -29,3 +31,6 @@ class OffPolicyExperience(experience.Experience):
 def use_experience(upstream: ModuleType) -> None:
     """Put the class into `openrlhf.trainer.ppo_utils.experience`."""
     upstream.Experience = OffPolicyExperience
+
+
+call_what_waits(__name__)

@@ -1,4 +1,4 @@
-"""OpenRLHF's PolicyLoss with clip bounds that are found instead of fixed."""
+"""OpenRLHF's PolicyLoss between the bounds of a clip rule."""
 
 import functools
 import inspect
@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 from openrlhf.models import PolicyLoss
 
-from openrlhf_bapo.core.clip_bounds import (
-    ClipBounds,
-    ClipConfig,
-    ContributionTally,
-    solve_clip_bounds,
-    tally_contributions,
-)
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_bounds import ContributionTally
+from openrlhf_bapo.core.clip_config import ClipConfig
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 
 
@@ -36,31 +32,31 @@ def leave_out_nonfinite(
 
 
 class BapoPolicyLoss(PolicyLoss):
-    """The clipped surrogate of `PolicyLoss` (openrlhf/models/loss.py) between bounds from BAPO's search.
+    """The clipped surrogate of `PolicyLoss` (openrlhf/models/loss.py) between the bounds of a clip rule.
 
-    Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. The bounds are those set with
-    `set_bounds` for the update; while none are set, every call finds its own from the tokens that it is given, summed
-    over `group`. With `smoothing` they follow the updates before: every call tallies its tokens as it goes, and
-    `end_update` closes an update.
+    Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. A rule that needs the tally of an
+    update first gets it from `tally` and `close_update` before the update is trained; without them, every call closes
+    an update of the tokens that it is given, summed over `group` (micro-batch scope). With any other rule, every call
+    tallies its tokens, and `close_update` closes an update that has been trained.
 
     Args:
-        clip_config: the search.
-        smoothing: how slowly the bounds follow; None: found anew.
-        token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behaviour(token). The paper writes
-            Eq. 8 with that weight; over sampled tokens it counts the probability twice, so it is not the default.
+        clip_config: BAPO's settings; its `dual_clip` is used by `--bapo.preset` alone.
+        rule: a clip rule in place of BAPO's with `clip_config`.
+        token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behavior(token). The paper writes
+            Eq. 8 with that weight. Over sampled tokens it counts the probability twice, so it is not the default.
         group: data-parallel ranks whose tokens count together; None: this process alone.
         **kwargs: `PolicyLoss`'s own arguments. Its `clip_eps_low` and `clip_eps_high` are overwritten.
 
     Raises:
-        ValueError: for a `policy_loss_type` other than "ppo" (BAPO bounds a token's ratio, gspo has a sequence's), or
-            an unknown `token_weight`.
+        ValueError: for a `policy_loss_type` other than "ppo" (a rule bounds each token's ratio, gspo has one ratio per
+            sequence), or an unknown `token_weight`.
     """
 
     def __init__(
         self,
         *args,
-        clip_config: ClipConfig,
-        smoothing: SmoothingConfig | None = None,
+        clip_config: ClipConfig | None = None,
+        rule: ClipRule | None = None,
         token_weight: str = "none",
         group: dist.ProcessGroup | None = None,
         **kwargs,
@@ -70,75 +66,49 @@ class BapoPolicyLoss(PolicyLoss):
             raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
-        self.clip_config = clip_config
+        self.rule = rule or make_clip_rule(clip_config or ClipConfig())
         self.token_weight = token_weight
         self.group = group
-        self.found: list[ClipBounds] = []
-        """Every search's result since `found` was last emptied, for the metrics."""
-        self._bounds: ClipBounds | None = None
-        self.steady = None if smoothing is None else SteadyBounds(clip_config, smoothing)
-        self.used: list[ClipBounds] = []
-        """With `smoothing`, what each update in `found` was trained with."""
-        self._trained: ContributionTally | None = None
+        self.updates: list[UpdateBounds] = []
+        """Every closed update since `updates` was last emptied, for the metrics."""
+        self._is_tallied = False  # by the caller, for the coming update
         self._timers: list[Timer] = []
 
     @classmethod
     def from_policy_loss(cls, loss: PolicyLoss, **kwargs) -> "BapoPolicyLoss":
-        """The same loss with BAPO's bounds; upstream keeps every argument under its own name."""
+        """Return the same loss with a clip rule; upstream keeps every argument under its own name."""
         arguments = {name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters}
         return cls(**arguments, **kwargs)
 
-    def set_bounds(self, tally: ContributionTally | None) -> None:
-        """Fix the bounds of the coming update from its tally over this rank; None: each call finds its own."""
-        self._bounds = None if tally is None else self._search(tally)
-
     def tally(
-        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
-    ) -> ContributionTally:
-        """What the search needs of one micro-batch.
+        self,
+        log_probs: torch.Tensor,
+        behavior_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+    ) -> None:
+        """Add one micro-batch to the running update.
 
         Args:
             log_probs: [batch, actions], log pi_theta.
-            old_log_probs: [batch, actions], log pi of the behaviour policy.
+            behavior_log_probs: [batch, actions].
             advantages: [batch, actions].
             action_mask: [batch, actions], 1 for the response's tokens.
         """
         with self._timed():
-            tokens = self._tokens(log_probs, old_log_probs, advantages, action_mask)
-            return tally_contributions(*tokens, self.clip_config)
+            self.rule.tally(self._tokens(log_probs, behavior_log_probs, advantages, action_mask))
 
-    def _tokens(
-        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ratio, advantages and weights for a tally."""
-        ratio = (log_probs.detach() - old_log_probs).clamp_(-20.0, 20.0).exp_()  # as PolicyLoss.forward does
-        weight = action_mask
-        # The share is one of the objective, where a sequence mean gives a token 1 / length. The released recipe, known
-        # by its P / N target, counts tokens whatever the aggregation.
-        if not self.token_level_loss and self.clip_config.target_kind == "share":
-            weight = weight.to(ratio.dtype) / weight.sum(-1, keepdim=True).clamp(min=1)
-        if self.token_weight == "rollout_prob":
-            weight = weight * old_log_probs.exp()
-        return ratio, advantages, weight
-
-    def _timed(self) -> "Timer":
-        self._timers.append(timer := Timer())
-        return timer
-
-    def take_seconds(self) -> float:
-        """That tallies and searches took since the last call, the wait for other ranks in it."""
-        timers, self._timers = self._timers, []
-        return sum(timer.seconds() for timer in timers)
-
-    def end_update(self) -> None:
-        """With `smoothing`: let the bounds follow the update that has been trained, if any; every rank must call."""
-        if self._trained is None:
+    def close_update(self) -> None:
+        """Close the running update, if anything was tallied; every rank must call."""
+        if not self.rule.has_open_update:
             return
-        tally, self._trained = self._trained, None
         with self._timed():
-            used, found = self.steady.end_update(tally if self.group is None else tally.all_reduce(self.group))
-        self.used.append(used)
-        self.found.append(found)
+            self.updates.append(self.rule.close_update(self._all_reduce))
+        self._is_tallied = self.rule.needs_tally_first
+
+    def search_in_each_call(self) -> None:
+        """Let a rule that needs the tally first close an update in each call, until `close_update` is called."""
+        self._is_tallied = False
 
     def forward(
         self,
@@ -149,32 +119,48 @@ class BapoPolicyLoss(PolicyLoss):
         rollout_log_probs: torch.Tensor | None = None,
         **loss_batch_info,
     ) -> tuple:
-        """As `PolicyLoss.forward`, shapes and results alike: (loss, clip ratio, ppo kl, vllm kl, IS filter ratio)."""
-        bounds = self._bounds
-        if bounds is None:
-            mask = torch.ones_like(log_probs) if action_mask is None else action_mask
-            if self.steady is None:
-                bounds = self._search(self.tally(log_probs, old_log_probs, advantages, mask))
-            else:
-                bounds = self.steady
-                with self._timed():
-                    tally = self.steady.tally(*self._tokens(log_probs, old_log_probs, advantages, mask))
-                self._trained = tally if self._trained is None else self._trained + tally
+        """Return (loss, clip ratio, ppo kl, vllm kl, IS filter ratio), with the shapes of `PolicyLoss.forward`."""
+        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+        tokens = self._tokens(log_probs, old_log_probs, advantages, mask)
+        if not self._is_tallied:
+            with self._timed():
+                self.rule.tally(tokens)
+                if self.rule.needs_tally_first:
+                    self.updates.append(self.rule.close_update(self._all_reduce))
+        lower, upper = self.rule.bounds(tokens)
         # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
-        lower, upper = bounds.lower, bounds.upper
-        if log_probs.device.type == "cpu":
-            # A clamp by numbers takes half as long as one by tensors; on a GPU reading them would wait for it.
-            lower, upper = lower.item(), upper.item()
         self.clip_eps_low, self.clip_eps_high = 1 - lower, upper - 1
         return super().forward(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info)
 
-    def _search(self, tally: ContributionTally) -> ClipBounds:
-        with self._timed():
-            if self.group is not None:
-                tally = tally.all_reduce(self.group)
-            bounds = solve_clip_bounds(tally, self.clip_config)
-        self.found.append(bounds)
-        return bounds
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the updates that were closed since the last call, averaged over them."""
+        updates, self.updates = self.updates, []
+        return bounds_metrics(updates) if updates else {}
+
+    def take_seconds(self) -> float:
+        """Return the seconds of tallies and searches since the last call, the wait for other ranks included."""
+        timers, self._timers = self._timers, []
+        return sum(timer.seconds() for timer in timers)
+
+    def _tokens(
+        self,
+        log_probs: torch.Tensor,
+        behavior_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+    ) -> Tokens:
+        mean_over = "update" if self.token_level_loss else "sequence"
+        weight = share_weights(action_mask, self.rule.config, mean_over)
+        if self.token_weight == "rollout_prob":
+            weight = weight * behavior_log_probs.exp()
+        return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
+
+    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
+        return tally if self.group is None else tally.all_reduce(self.group)
+
+    def _timed(self) -> "Timer":
+        self._timers.append(timer := Timer())
+        return timer
 
 
 _has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver every time

@@ -39,4 +39,23 @@ def register() -> None:
 
 def _call(function: str, module: ModuleType) -> None:
     file, name = function.split(".")
-    getattr(importlib.import_module(f"openrlhf_bapo.openrlhf.{file}"), name)(module)
+    ours = importlib.import_module(f"openrlhf_bapo.openrlhf.{file}")
+    if hasattr(ours, name):
+        getattr(ours, name)(module)
+    else:
+        _waiting.append((ours, name, module))
+
+
+_waiting: list[tuple[ModuleType, str, ModuleType]] = []
+
+
+def call_what_waits(ours: str) -> None:
+    """Make the calls that came before a module of ours was complete; each seam's last line.
+
+    A Ray worker that unpickles a class of ours imports our module first. That imports OpenRLHF's module, whose import
+    then calls a function that our module has not yet defined.
+    """
+    for call in [call for call in _waiting if call[0].__name__ == ours]:
+        _waiting.remove(call)
+        module, name, upstream = call
+        getattr(module, name)(upstream)

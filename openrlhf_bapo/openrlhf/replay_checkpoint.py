@@ -8,14 +8,14 @@ import json
 import re
 import shutil
 from argparse import Namespace
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
-from openrlhf_bapo.openrlhf.settings import clip_config_from_args, partial_config_from_args, replay_config_from_args
+from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
 
 KINDS = ("_replay", "_partial", "_steady")
 STEADY_FORMAT_VERSION = 1
@@ -208,8 +208,7 @@ def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, tor
 
 
 def _steady_fingerprint(args: Namespace) -> dict[str, str]:
-    settings = asdict(clip_config_from_args(args.bapo)) | {"smoothing_of": args.bapo.smoothing_of}
-    return {f"--bapo.{name}": str(value) for name, value in settings.items()}
+    return {f"--bapo.{name}": str(getattr(args.bapo, name)) for name in (*SEARCH_FIELDS, "smoothing_of")}
 
 
 def remove_pruned(args: Namespace) -> None:

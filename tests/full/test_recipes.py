@@ -20,7 +20,7 @@ from openrlhf_bapo.cli.plot import read_scalars
 from openrlhf_bapo.command.plan import REMEDIES, Machine, make_plan, read_shape
 
 BIN = Path(sys.executable).parent
-README = (pipeline.REPOSITORY / "README.md").read_text()
+RECIPES_PAGE = (pipeline.REPOSITORY / "docs" / "recipes.md").read_text()
 
 
 def planned_by(capsys, script: str, *flags: str, **environment) -> tuple[int, list[str], str]:
@@ -49,10 +49,10 @@ def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, scri
     assert re.search(rf"GPUs +{gpus}", output) and f"{billions} billion parameters" in output
     assert "policy_loss: bapo" in output and "remote_url=" in output
     assert re.search("optimizer steps per rollout +4,", output)
-    # The README's table has these figures.
+    # The table of docs/recipes.md has these figures.
     phases = {name: float(size) for size, name in re.findall(r"^ +([\d.]+) GiB  (\w[^=\n]*)$", output, re.MULTILINE)}
     training = max(size for name, size in phases.items() if name not in ("generation", "weight sync"))
-    (row,) = [line for line in README.splitlines() if f"train_bapo_{script}.sh` |" in line]
+    (row,) = [line for line in RECIPES_PAGE.splitlines() if f"train_bapo_{script}.sh` |" in line]
     assert row.endswith(f"| {phases['generation']:.0f} / {training:.0f} |")
 
 

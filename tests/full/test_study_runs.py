@@ -1,22 +1,24 @@
-"""The study's command: each cell runs once, what fails is said, and nothing of an ended run is left."""
+"""The study's command: it runs each cell once, reports failures, and leaves no process and no partial result."""
 
 import fcntl
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from test_plain_torch import FOLDER, walk
+from test_late_data_study import FOLDER, walk
 
 
 @pytest.fixture
 def small_study(monkeypatch, tmp_path):
-    """(flags of study.py, folder of results) of a study with two cells of one rollout, whose start is there already."""
+    """Return (flags of study.py, its runs folder) for two cells of one rollout, whose start policy exists already."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "plain_torch").mkdir(parents=True)
-    torch.save(walk.Policy(walk.TASKS["walk"]).state_dict(), tmp_path / "runs" / "plain_torch" / "walk-seed3.pt")
+    starts = tmp_path / "runs" / "late_data" / "starts"
+    starts.mkdir(parents=True)
+    torch.save(walk.Policy(walk.TASKS["walk"]).state_dict(), starts / "walk-seed3.pt")
     (tmp_path / "study.toml").write_text(
         """
         [methods]
@@ -31,60 +33,77 @@ def small_study(monkeypatch, tmp_path):
         method = ["ppo"]
         """
     )
-    return ["--study", str(tmp_path / "study.toml"), "--results", str(tmp_path / "results")], tmp_path / "results"
+    files = {"--study": "study.toml", "--results": "results.parquet", "--runs": "runs/cells"}
+    return [word for flag, file in files.items() for word in (flag, str(tmp_path / file))], tmp_path / "runs" / "cells"
 
 
 def run_study(*words: str):
-    # It gives way to all others of its session, which may keep the cores busy.
+    # In a new session, because `run` is nice: it would starve beside busy processes of this one.
     command = [sys.executable, str(FOLDER / "study.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, start_new_session=True)
 
 
-def test_a_study_runs_each_cell_once_and_goes_on_where_it_was_broken_off(small_study):
-    flags, results = small_study
+def test_a_study_runs_each_cell_once_and_an_interrupted_one_continues(small_study):
+    flags, runs = small_study
     names = [f"walk-lag0-updates1-lr{lr}-ppo-seed3.csv" for lr in ("0.0001", "0.0002")]
     first = run_study("run", "--jobs", "2", *flags)
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("2 of 2 cells to run")
-    assert sorted(file.name for file in results.iterdir()) == names
+    assert sorted(file.name for file in runs.iterdir()) == names
 
-    kept = (results / names[0]).stat().st_mtime_ns
-    made = (results / names[1]).read_text()
-    (results / names[1]).unlink()
+    kept = (runs / names[0]).stat().st_mtime_ns
+    made = (runs / names[1]).read_text()
+    (runs / names[1]).unlink()
     second = run_study("run", *flags)
     assert second.stdout.startswith("1 of 2 cells to run")
-    assert (results / names[0]).stat().st_mtime_ns == kept
-    assert (results / names[1]).read_text() == made
+    assert (runs / names[0]).stat().st_mtime_ns == kept
+    assert (runs / names[1]).read_text() == made
+    assert run_study("run", *flags).stdout == "0 of 2 cells to run\n"
+
+
+def test_added_cells_make_the_same_table_without_their_csvs_and_are_not_run_again(small_study):
+    flags, runs = small_study
+    run_study("run", *flags)
+    table = run_study("table", *flags).stdout
+    assert "| ppo | " in table
+    added = run_study("add", *flags)
+    assert added.stdout == f"2 cells added to {flags[3]}\n", added.stderr
+    for file in runs.iterdir():
+        file.unlink()
+    assert run_study("table", *flags).stdout == table
     assert run_study("run", *flags).stdout == "0 of 2 cells to run\n"
 
 
 def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
-    flags, results = small_study
-    study_file = results.parent / "study.toml"
-    study_file.write_text(study_file.read_text().replace('"ppo"]', '"ppo", "wrong"]'))
+    flags, runs = small_study
+    change_study(flags, '"ppo"]', '"ppo", "wrong"]')
     run = run_study("run", "--cells", "*lr0.0001*", *flags)
     assert run.returncode == 1
     assert "wrong-seed3 FAILED" in run.stdout and "the bounds must satisfy 0 < ratio_lower_start" in run.stdout
-    assert [file.name for file in results.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
+    assert [file.name for file in runs.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
+
+
+def change_study(flags: list[str], old: str, new: str):
+    file = Path(flags[1])
+    file.write_text(file.read_text().replace(old, new))
 
 
 def test_a_study_that_is_terminated_leaves_no_process_and_no_result(small_study):
-    flags, results = small_study
-    study_file = results.parent / "study.toml"
-    study_file.write_text(study_file.read_text().replace("rollouts = 1,", "rollouts = 1000000,"))
+    flags, runs = small_study
+    change_study(flags, "rollouts = 1,", "rollouts = 1000000,")
     words = [sys.executable, str(FOLDER / "study.py"), "run", *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(words, **pipes, start_new_session=True) as run:
         assert run.stdout.readline() == "2 of 2 cells to run\n"
-        while not processes_with(f"--out {results}"):
+        while not processes_with(f"--out {runs}"):
             time.sleep(0.05)
         run.terminate()
         assert run.wait(60) == 1
     end = time.monotonic() + 60
-    while left := processes_with(f"--out {results}"):  # for a moment after its end a process is still listed
+    while left := processes_with(f"--out {runs}"):  # a process is listed for a moment after its end
         assert time.monotonic() < end, left
         time.sleep(0.05)
-    assert not list(results.glob("*.csv"))
+    assert not list(runs.glob("*.csv"))
 
 
 def processes_with(words: str) -> list[str]:
@@ -92,11 +111,12 @@ def processes_with(words: str) -> list[str]:
     return found.stdout.split()
 
 
-def test_two_runs_of_a_study_do_not_share_a_folder_of_results(small_study):
-    flags, results = small_study
-    results.mkdir()
-    folder = os.open(results, os.O_RDONLY)
+@pytest.mark.parametrize("command", ["run", "add"])
+def test_only_one_process_at_a_time_runs_or_adds_cells_of_a_runs_folder(small_study, command):
+    flags, runs = small_study
+    runs.mkdir(parents=True)
+    folder = os.open(runs, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    run = run_study("run", *flags)
+    run = run_study(command, *flags)
     os.close(folder)
-    assert run.returncode == 1 and run.stderr == f"{results} is in use by another run\n"
+    assert run.returncode == 1 and run.stderr.startswith(f"{runs} is in use by another process of this study")

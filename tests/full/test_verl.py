@@ -6,12 +6,15 @@ import re
 import subprocess
 
 import pipeline
+import presets
 import pytest
 import torch
 from test_trl import arguments
+from trl import GRPOTrainer
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
 from openrlhf_bapo.cli import plot
+from openrlhf_bapo.core.clip_config import PRESETS
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 pytestmark = pytest.mark.timeout(1800)
@@ -41,47 +44,45 @@ def programs():
 
 @pytest.fixture(scope="module")
 def in_verl(tokens, programs, tmp_path_factory):
-    """The run of verl's cases, and what its loss makes of the tokens: lower and upper bound, gradient [8, 12]."""
+    """The run of verl's cases; lower and upper bound and gradient [8, 12] of the tokens; and those by preset."""
     directory = tmp_path_factory.mktemp("verl")
     torch.save(tokens, directory / "tokens.pt")
-    files = pipeline.SUPPORT / "verl_cases.py", directory / "tokens.pt", directory / "found.pt"
-    run = subprocess.run([programs / "python", *files], capture_output=True, text=True, cwd=directory)
-    return run, torch.load(directory / "found.pt")
+    files = [directory / name for name in ("tokens.pt", "found.pt", "presets.pt")]
+    command = [programs / "python", pipeline.SUPPORT / "verl_cases.py", *files]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    return run, torch.load(files[1]), torch.load(files[2])
 
 
 def test_verls_cases_pass_in_an_environment_of_its_own(in_verl):
-    run, _ = in_verl
+    run, *_ = in_verl
     assert run.returncode == 0 and "skipped" not in run.stdout.splitlines()[-1], run.stdout[-20_000:]
 
 
-class Given(BapoGRPOTrainer):
-    """A trainer whose policy gives these log-probs, [batch, tokens]."""
-
-    given: torch.Tensor
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        return self.given, torch.zeros_like(self.given), None
-
-
-def in_trl(directory, log_probs, old_log_probs, advantages, mask):
-    trainer = Given(**arguments(directory, per_device_train_batch_size=8, steps_per_generation=1), bapo=SEARCH)
-    trainer.given = log_probs.clone().requires_grad_()
+def in_trl(directory, monkeypatch, log_probs, old_log_probs, advantages, mask):
+    given = log_probs.clone().requires_grad_()
+    policy = lambda *_, **__: (given, torch.zeros_like(given), None)  # noqa: E731
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", policy)
+    overrides = dict(per_device_train_batch_size=8, steps_per_generation=1)
+    trainer = BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
     ids = torch.ones_like(mask)
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages)
     inputs |= dict(old_per_token_logps=old_log_probs, num_items_in_batch=mask.sum())
     trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = [inputs], 1
     trainer.model.train()
     trainer._compute_loss(trainer.model, inputs).backward()
-    return 1 - trainer.epsilon_low, 1 + trainer.epsilon_high, trainer.given.grad
+    return float(1 - trainer.epsilon_low), float(1 + trainer.epsilon_high), given.grad
 
 
 def in_openrlhf(log_probs, old_log_probs, advantages, mask):
     loss, log_probs = BapoPolicyLoss(clip_config=SEARCH), log_probs.clone().requires_grad_()
     loss(log_probs, old_log_probs, advantages, mask)[0].backward()
-    return loss.found[0].lower.item(), loss.found[0].upper.item(), log_probs.grad
+    bounds = loss.updates[0].used
+    return bounds.lower.item(), bounds.upper.item(), log_probs.grad
 
 
-def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_verl(tokens, in_verl, tmp_path):
+def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_verl(
+    tokens, in_verl, tmp_path, monkeypatch
+):
     directory = pipeline.make_model(tmp_path)
     ratio = (tokens["log_probs"] - tokens["old_log_probs"]).exp()
     bounds = find_clip_bounds(ratio, tokens["advantages"], tokens["mask"], SEARCH)
@@ -89,9 +90,14 @@ def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_v
     expected = in_openrlhf(**tokens)
     clipped = (expected[2] == 0) & (tokens["mask"] > 0)
     assert 0 < clipped.sum() < tokens["mask"].sum()
-    for *found, gradient in (expected, in_trl(directory, **tokens), in_verl[1]):
+    for *found, gradient in (expected, in_trl(directory, monkeypatch, **tokens), in_verl[1]):
         assert found == pytest.approx([bounds.lower.item(), bounds.upper.item()], abs=1e-12)
         assert torch.allclose(gradient, expected[2], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_plain_loops_bounds_and_clipped_tokens_in_verl(preset, in_verl):
+    presets.assert_same(in_verl[2][preset], preset)
 
 
 ON_A_CPU = {

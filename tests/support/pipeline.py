@@ -323,16 +323,17 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)
     searches, clamped, loss = [], [], actor.trainer.actor_loss_fn
-    if hasattr(loss, "found"):
-        search = loss._search
+    if hasattr(loss, "rule"):
+        update = loss.rule._update
 
         def recorded(tally):
-            found = search(tally)
-            values = {field.name: float(getattr(found, field.name)) for field in fields(found)}
+            closed = update(tally)
+            values = {field.name: float(getattr(closed.used, field.name)) for field in fields(closed.used)}
             searches.append(values | {"num_tokens": int(tally.sums[2].sum())})
-            return found
+            return closed
 
-        loss._search = recorded
+        if loss.rule.needs_tally_first:
+            loss.rule._update = recorded
         loss.register_forward_hook(lambda *_: clamped.append((1 - loss.clip_eps_low, 1 + loss.clip_eps_high)))
     statuses, behaviour_log_probs = [], []
     for _ in range(num_steps):

@@ -10,6 +10,7 @@ from functools import partial
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
 
 import pipeline  # noqa: E402
+import presets  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
@@ -42,7 +43,8 @@ from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds  # noqa: E402
 from openrlhf_bapo.core.clip_bounds import tally_contributions  # noqa: E402
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds  # noqa: E402
+from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
+from openrlhf_bapo.core.clip_rules import SteadyBounds  # noqa: E402
 from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo  # noqa: E402
 
 NUM_SAMPLES, NUM_STEPS = 16, 3
@@ -258,7 +260,7 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(
         for weights, metrics in steps[:-1]:
             assert metrics["bapo/clip_low"] == [pytest.approx(steady.lower.item(), abs=1e-6)]
             assert metrics["bapo/clip_high"] == [pytest.approx(steady.upper.item(), abs=1e-6)]
-            found = steady.update(tally_contributions(*tokens_of(directory, batch, weights), config))
+            found = steady.follow(tally_contributions(*tokens_of(directory, batch, weights), config))
             assert metrics["bapo/found_high"] == [pytest.approx(found.upper.item(), abs=1e-9)]
         assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS
 
@@ -283,7 +285,7 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
     ("settings", "message"),
     [
         (dict(loss_mode="vanilla"), "policy_loss.loss_mode 'vanilla' is not allowed"),
-        (dict(loss_mode="bapo", scope="rank"), "policy_loss.scope 'rank' is not allowed"),
+        (dict(loss_mode="bapo", scope="rank"), "scope 'rank' is not allowed"),
         (dict(loss_mode="bapo", preset="mine"), "preset 'mine' is unknown"),
         (dict(loss_mode="bapo", search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
     ],
@@ -298,9 +300,9 @@ def test_a_setting_that_is_not_allowed_is_refused(settings, message):
     [("paper", "update", None), ("released", "micro_batch", None), ("steady", "update", 20.0)],
 )
 def test_a_preset_sets_its_scope_and_smoothing_too(preset, scope, half_life):
-    update = BapoPolicyLossConfig(loss_mode="bapo", preset=preset).update
-    assert update.scope == scope
-    assert (update.steady and update.steady.smoothing.half_life) == half_life
+    config = BapoPolicyLossConfig(loss_mode="bapo", preset=preset).update.rule.config
+    assert config.scope == scope
+    assert (config.smoothing and config.smoothing.half_life) == half_life
 
 
 def test_the_search_takes_a_ratio_as_verls_loss_does_between_e_to_the_minus_20_and_e_to_the_20():
@@ -362,13 +364,40 @@ def loss_of(rank, log_probs, old_log_probs, advantages, mask):
     update.group, update.is_searching = dist.group.WORLD, True
     tokens = old_log_probs, log_probs, advantages, mask
     compute_policy_loss_bapo(*tokens, config=actor)
-    update.search()
+    update.close()
     update.is_searching = False
     compute_policy_loss_bapo(*tokens, config=actor)[0].backward()
-    return update.used[0], log_probs.grad
+    return update.closed[0].used, log_probs.grad
 
 
-if __name__ == "__main__":  # with a file of tokens, and one for what the loss makes of them
+def presets_of(rank) -> dict[str, list[tuple]]:
+    """(lower, upper, gradient) of every micro-batch of `presets.make_updates()`, by preset."""
+    found = {preset: [] for preset in PRESETS}
+    for preset in PRESETS:
+        policy_loss = BapoPolicyLossConfig(loss_mode="bapo", preset=preset)
+        actor = FSDPActorConfig(
+            strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, clip_ratio_c=1e6
+        )
+        running = policy_loss.update
+        running.group = dist.group.WORLD
+        for update in presets.make_updates():
+            parts = [(x["old_log_probs"], x["log_probs"].requires_grad_(), x["advantages"], x["mask"]) for x in update]
+            if running.rule.needs_tally_first and running.rule.config.scope == "update":
+                running.is_searching = True
+                for part in parts:
+                    compute_policy_loss_bapo(*part, config=actor)
+                running.is_searching = False
+                running.close()
+            for part in parts:
+                compute_policy_loss_bapo(*part, config=actor)[0].backward()
+                found[preset].append((float(1 - actor.clip_ratio_low), float(1 + actor.clip_ratio_high), part[1].grad))
+            if not running.rule.needs_tally_first:
+                running.close()
+    return found
+
+
+if __name__ == "__main__":  # with a file of tokens, one for what the loss makes of them, and one for the presets
     ((bounds, gradient),) = on_ranks(1, loss_of, **torch.load(sys.argv[1]))
     torch.save((bounds.lower.item(), bounds.upper.item(), gradient), sys.argv[2])
+    torch.save(on_ranks(1, presets_of)[0], sys.argv[3])
     sys.exit(pytest.main(["--noconftest", "-q", "-rA", __file__]))

@@ -19,13 +19,12 @@ from openrlhf_bapo import (
     ClipConfig,
     ContributionTally,
     find_clip_bounds,
-    measure_clip_bounds,
     solve_clip_bounds,
     tally_at_bounds,
     tally_contributions,
 )
-from openrlhf_bapo.core import clip_bounds
-from openrlhf_bapo.core.clip_bounds import PRESETS
+from openrlhf_bapo.core import clip_bounds, cpu_tally
+from openrlhf_bapo.core.clip_config import PRESETS
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -219,21 +218,18 @@ def test_more_tokens_than_lanes_are_all_added_up():
     assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
 
 
-def tally_in_buckets(ratio, advantages, mask, edges) -> torch.Tensor:
-    """The sums as a GPU makes them."""
-    return clip_bounds._sums_of_all(ratio, advantages, mask, edges, clip_bounds._LANES)
-
-
-def assert_same_sums(ratio, advantages, mask, config) -> None:
-    """Tallied in blocks and in buckets alone, on the grid and at a pair of bounds; counts and empty sums to the bit."""
+def assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config) -> None:
+    """On the grid and at a pair of bounds; counts and empty sums to the bit."""
     bounds = [torch.tensor(grid()[-1], dtype=torch.float64) for grid in (config.lower_grid, config.upper_grid)]
-    for found, edges in (
-        (tally_contributions(ratio, advantages, mask, config), clip_bounds._edges(config, ratio.device, ratio.dtype)),
-        (tally_at_bounds(ratio, advantages, mask, *bounds), clip_bounds._Edges(*(x[None].to(ratio) for x in bounds))),
-    ):
-        expected = tally_in_buckets(ratio, advantages, mask, edges)
-        torch.testing.assert_close(found.sums, expected, rtol=1e-12, atol=0, equal_nan=True)
-        assert torch.equal(found.sums[2], expected[2])
+    tokens = ratio, advantages, mask
+    for tally in (lambda: tally_contributions(*tokens, config), lambda: tally_at_bounds(*tokens, *bounds)):
+        found = []
+        for few in (0, 2**40):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(clip_bounds, "_FEW_TOKENS", few)
+                found.append(tally().sums)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=0, equal_nan=True)
+        assert torch.equal(found[0][2], found[1][2])
 
 
 FINE = ClipConfig(ratio_lower_step=0.001, ratio_upper_max=900.0, ratio_upper_step=1.0)  # bounds close together, and far
@@ -246,7 +242,7 @@ FINE = ClipConfig(ratio_lower_step=0.001, ratio_upper_max=900.0, ratio_upper_ste
     st.integers(1, 50),
     st.data(),
 )
-def test_tallied_in_blocks_and_in_buckets_alone_the_sums_are_the_same(token_list, config, dtype, num_a_block, data):
+def test_a_tally_on_a_cpu_has_the_sums_of_the_general_one(token_list, config, dtype, num_a_block, data):
     ratio, advantages, mask = as_tensors(token_list)
     ratio = ratio.clamp(max=1e4).to(dtype)
     bounds = torch.tensor(config.lower_grid() + config.upper_grid(), dtype=dtype)
@@ -259,36 +255,16 @@ def test_tallied_in_blocks_and_in_buckets_alone_the_sums_are_the_same(token_list
         ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
         mask[i] = data.draw(st.sampled_from([0.0, math.nan]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip_bounds, "_FEW_TOKENS", 0)
-        patch.setattr(clip_bounds, "_BLOCK_TOKENS", num_a_block)
-        assert_same_sums(ratio, advantages, mask, config)
+        patch.setattr(cpu_tally, "_BLOCK_TOKENS", num_a_block)
+        assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
 
 
 @pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
-def test_a_tally_of_several_blocks_is_that_of_all_their_tokens(config):
-    generator, num = torch.Generator().manual_seed(0), 2 * clip_bounds._BLOCK_TOKENS + 3
+def test_a_tally_of_several_blocks_on_a_cpu_is_that_of_all_their_tokens(config):
+    generator, num = torch.Generator().manual_seed(0), 2 * cpu_tally._BLOCK_TOKENS + 3
     ratio = (0.5 * torch.randn(num, generator=generator)).exp()
     advantages, mask = torch.randn(num, generator=generator), torch.rand(num, generator=generator) < 0.7
-    assert_same_sums(ratio, advantages, mask, config)
-
-
-@given(tokens(), clip_configs())
-def test_solved_as_on_a_gpu_a_tally_has_the_same_bounds_and_shares(token_list, config):
-    assume(not near_a_decision(token_list, config, 1e-9))
-    tokens, bounds = as_tensors(token_list), torch.tensor([0.75, 1.5], dtype=torch.float64)
-    searched, at_bounds = tally_contributions(*tokens, config), tally_at_bounds(*tokens, *bounds)
-
-    def solved() -> tuple[ClipBounds, ClipBounds]:
-        for cached in (clip_bounds._path, clip_bounds._members):
-            cached.cache_clear()
-        return solve_clip_bounds(searched, config), measure_clip_bounds(at_bounds, *bounds, config)
-
-    expected = solved()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip_bounds, "_array", lambda tensor: tensor)
-        found = solved()
-    solved()  # what is cached is as it was
-    assert all(equal(*pair, rel=1e-9) for pair in zip(found, expected, strict=True))
+    assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
 
 
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():
@@ -302,14 +278,20 @@ FIELDS = (
     *("ratio_lower_start", "ratio_lower_max", "ratio_lower_step"),
     *("ratio_upper_start", "ratio_upper_max", "ratio_upper_step"),
     *("contribution", "order", "target_kind"),
+    *("smoothing", "scope", "dual_clip"),
 )
 PUBLISHED = {
-    "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share"),
-    "paper": (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share"),
-    "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share"),
-    "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio"),
+    "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", None, "update", None),
+    "paper": (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", None, "update", None),
+    "octothinker": (0.45, 0.8, 0.9, 0.02, 1.2, 2.0, 0.05, "surrogate", "upper_first", "share", None, "update", None),
+    "released": (1.0, 0.6, 0.8, 0.05, 1.2, 2.0, 0.05, "surrogate", "lower_first", "ratio", None, "micro_batch", 3.0),
 }
-OURS = {"steady": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "gradient", "upper_first", "share")}
+OURS = {
+    "steady": (
+        *(0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "gradient", "upper_first", "share"),
+        *((20.0, "bounds", None), "update", 3.0),
+    )
+}
 
 
 def test_presets_hold_the_published_settings_in_every_field():

@@ -289,7 +289,7 @@ def test_a_file_with_too_many_problems_is_refused_in_one_line(tmp_path, capsys):
 def test_a_label_that_is_not_a_value_is_left_out(tmp_path, capsys, value, suffix):
     rows = [{"problem": "Find $x$.", "answer": value}]
     said = mistake(capsys, "math500", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / f"rows{suffix}", rows))
-    assert "1 answer that is no value (inf, nan, true, false, none or null) (row 1)" in said
+    assert "1 answer that is not a value (inf, nan, true, false, none or null) (row 1)" in said
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])

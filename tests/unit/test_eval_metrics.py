@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, against enumeration of what they are the expectation of."""
+"""Metrics of an evaluation, compared with enumerations of all cases."""
 
 import math
 from itertools import combinations
@@ -117,7 +117,7 @@ graded_problems = st.lists(
 
 @settings(max_examples=30)
 @given(graded_problems)
-def test_truncated_is_the_fraction_of_responses_that_are_and_length_their_mean_in_tokens(problems):
+def test_truncated_is_a_fraction_of_the_responses_and_length_their_mean_in_tokens(problems):
     estimates = evaluation_metrics({"some": problems}, [1], seed=0)["some"]
     each = [response for responses in problems for response in responses]
     assert estimates["truncated"].mean == pytest.approx(sum(one.truncated for one in each) / len(each))
@@ -125,13 +125,13 @@ def test_truncated_is_the_fraction_of_responses_that_are_and_length_their_mean_i
 
 
 def of_rewards(rewards) -> list[list[GradedResponse]]:
-    """Problems with one response each."""
+    """Return problems with one response each."""
     return [[GradedResponse(reward, None, truncated=False, num_tokens=1)] for reward in rewards]
 
 
 @settings(max_examples=20)
 @given(st.lists(st.lists(st.floats(0, 1, width=16), min_size=1, max_size=9), min_size=1, max_size=3), st.integers(0, 9))
-def test_an_interval_leaves_out_a_fortieth_of_the_resampled_means_at_each_end(datasets, seed):
+def test_an_interval_excludes_a_fortieth_of_the_bootstrap_means_at_each_end(datasets, seed):
     metrics = evaluation_metrics({str(i): of_rewards(one) for i, one in enumerate(datasets)}, [], seed)
     generator = torch.Generator().manual_seed(seed)
     resampled = [bootstrap_means(torch.tensor(one).double()[:, None], generator) for one in datasets]
@@ -148,18 +148,19 @@ def test_the_interval_of_right_and_wrong_is_that_of_the_binomial_distribution(nu
     problems = of_rewards([1.0] * num_right + [0.0] * (num_problems - num_right))
     estimate = evaluation_metrics({"some": problems}, [], seed=0)["some"]["avg@1"]
     p = num_right / num_problems
-    at_most, total = [], 0.0  # P(at most i right) of a resample
+    at_most, total = [], 0.0  # P(at most i right) in a bootstrap sample
     for i in range(num_problems + 1):
         total += math.comb(num_problems, i) * p**i * (1 - p) ** (num_problems - i)
         at_most.append(total)
-    # 10,000 resamples know a quantile's level to 0.0016 (standard deviation); 90% and 99% have 0.05 and 0.005.
+    # With 10,000 resamples a quantile's level has a standard deviation of 0.0016. The levels of 90% and 99% intervals,
+    # 0.05 and 0.005, are outside of the tolerance.
     for bound, level in ((estimate.low, 0.025), (estimate.high, 0.975)):
         first, last = (sum(one < level + shift for one in at_most) for shift in (-0.008, 0.008))
         assert first <= round(bound * num_problems) <= last
         assert at_most[-1] == pytest.approx(1)
 
 
-def test_resamples_are_many_means_over_whole_problems():
+def test_bootstrap_means_resample_whole_problems():
     values = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     means = bootstrap_means(values, torch.Generator().manual_seed(0), num_resamples=5000)
     assert means.shape == (5000, 2)

@@ -12,12 +12,12 @@ import pytest
 from openrlhf_bapo import ClipConfig, SmoothingConfig
 from openrlhf_bapo.command import arguments
 from openrlhf_bapo.command.flags import add_flags, check_flags
+from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import (
     clip_config_from_args,
     is_off_policy,
     replay_config_from_args,
-    smoothing_config_from_args,
 )
 from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
 
@@ -253,7 +253,7 @@ PRESETS = {
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_sets_every_field(tmp_path, preset):
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset=preset))
-    config = astuple(clip_config_from_args(args.bapo))
+    config = astuple(clip_config_from_args(args.bapo))[: len(SEARCH_FIELDS)]
     beside = args.bapo.scope, args.bapo.token_weight, args.actor.dual_clip, args.bapo.smoothing
     assert (*config, *beside) == PRESETS[preset]
     assert args.bapo.preset == (preset or "readme")
@@ -281,13 +281,13 @@ def test_every_flag_of_the_search_changes_its_field_and_no_other(tmp_path, name)
 def test_every_smoothing_flag_reaches_its_setting(tmp_path):
     def smoothing(**given):
         argv = pipeline.flags(tmp_path, policy_loss="bapo", **{f"bapo__{name}": v for name, v in given.items()})
-        return smoothing_config_from_args(pipeline.parse(argv).bapo)
+        return clip_config_from_args(pipeline.parse(argv).bapo).smoothing
 
     assert smoothing() is None and smoothing(preset="steady", smoothing=0) is None
     assert smoothing(smoothing=5) == SmoothingConfig(5.0)
     assert smoothing(preset="steady", smoothing_of="tally") == SmoothingConfig(20.0, of="tally")
     argv = [*pipeline.flags(tmp_path, policy_loss="bapo", bapo__smoothing=5), "--bapo.smoothing_start", "0.7", "2"]
-    assert smoothing_config_from_args(pipeline.parse(argv).bapo) == SmoothingConfig(5.0, start=(0.7, 2.0))
+    assert clip_config_from_args(pipeline.parse(argv).bapo).smoothing == SmoothingConfig(5.0, start=(0.7, 2.0))
 
 
 def test_every_replay_flag_reaches_the_pools_settings(tmp_path):
@@ -354,7 +354,7 @@ def test_a_flag_given_wins_over_the_preset(tmp_path):
 
 def test_released_also_sets_scope_and_dual_clip_unless_given(tmp_path):
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="released"))
-    assert clip_config_from_args(args.bapo) == ClipConfig.preset("released")
+    assert clip_config_from_args(args.bapo) == replace(ClipConfig.preset("released"), dual_clip=None)
     assert (args.bapo.scope, args.actor.dual_clip) == ("micro_batch", 3.0)
     given = dict(bapo__scope="update", actor__dual_clip="5")
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset="released", **given))

@@ -1,7 +1,7 @@
-"""The math grader: what it finds equal, where it finds answers, and that nothing in an answer can stop it.
+"""The math grader: it compares answers, finds them in responses, and no answer can stop it.
 
-data/math_pairs.jsonl: an `answer`, or a whole `response`, a `gold`, whether a mathematician calls them `equal`, the
-`kind`, and what plain math-verify says of them. data/gold_answers.json: the gold answers of the benchmarks.
+data/math_pairs.jsonl has an `answer` or a whole `response`, a `gold`, whether they are mathematically `equal`, the
+`kind`, and the verdict of plain math-verify. data/gold_answers.json has the gold answers of the benchmarks.
 """
 
 import json
@@ -64,12 +64,12 @@ def response_of(pair: dict) -> str:
 
 
 def math_verify_alone(pair: dict) -> bool:
-    """Plain math-verify with its defaults, on the whole response and the gold in a box, as it wants LaTeX."""
+    """Compare with math-verify's defaults: the whole response, and the gold in a box because it expects LaTeX."""
     answer, gold = (math_verify.parse(text, parsing_timeout=None) for text in (response_of(pair), boxed(pair["gold"])))
     return math_verify.verify(gold, answer, timeout_seconds=None)
 
 
-def test_wherever_math_verify_is_right_so_are_we(patient_grader, capsys):
+def test_the_grader_is_right_wherever_math_verify_is_right(patient_grader, capsys):
     grades = patient_grader.grade([response_of(pair) for pair in PAIRS], [pair["gold"] for pair in PAIRS])
     ours = [grade.is_correct for grade in grades]
     table = {
@@ -91,7 +91,7 @@ def test_wherever_math_verify_is_right_so_are_we(patient_grader, capsys):
     assert len(wrong) <= 12 and len(PAIRS) >= 600
 
 
-def test_the_recorded_verdicts_of_math_verify_are_those_of_the_installed_one():
+def test_the_recorded_verdicts_of_math_verify_are_those_of_the_installed_version():
     pairs = random.Random(0).sample(PAIRS, 30)
     assert [pair for pair in pairs if math_verify_alone(pair) != pair["math_verify"]] == []
 
@@ -135,7 +135,7 @@ def latex(value) -> str:
 
 @st.composite
 def changed_constants(draw, value):
-    """The same with one of its numbers changed, to another value."""
+    """Draw `value` with one of its numbers changed to another."""
     constants = sorted(value.atoms(sympy.Rational) - {-1}, key=str)
     assume(constants)
     constant = draw(st.sampled_from(constants))
@@ -169,7 +169,7 @@ def test_generated_numbers_with_one_constant_changed_are_wrong(patient_grader, p
 
 
 def same_value(a: str, b: str) -> bool:
-    """Equality of golds without the grader: as text, or as numbers."""
+    """Compare golds without the grader, as text or as numbers."""
     a, b = (text.replace(" ", "").replace("$", "").replace(",", "") for text in (a, b))
     try:
         return Fraction(a) == Fraction(b)
@@ -180,7 +180,7 @@ def same_value(a: str, b: str) -> bool:
 @pytest.mark.parametrize("name", GOLDS)
 def test_every_gold_answer_of_the_benchmarks_is_right_against_itself(name, patient_grader):
     for response in (boxed, "Let us see.\nThe answer is {}.".format, "So:\n{}".format):
-        # A line is no place for a gold with a line break.
+        # Answers outside of a box are found in one line, so a gold with a line break needs a box.
         asked = [gold for gold in GOLDS[name] if response is boxed or "\n" not in gold]
         grades = patient_grader.grade([response(gold) for gold in asked], asked)
         assert [gold for gold, grade in zip(asked, grades, strict=True) if not grade.is_correct] == []
@@ -367,7 +367,7 @@ def test_the_answer_is_found_where_the_response_gives_it(response, answer):
 
 
 @given(integers)
-def test_a_number_in_the_middle_of_a_truncated_response_is_no_answer(number):
+def test_a_number_in_the_middle_of_a_truncated_response_is_not_an_answer(number):
     text = f"The answer is {number}? Let me check: {number} = {number}.\nIf we take {number} and add"
     assert not is_correct(text, str(number))
     assert not is_correct(f"<think>The answer is \\boxed{{{number}}}. Let me check", str(number))
@@ -446,8 +446,8 @@ def test_hostile_answers_are_wrong_and_the_next_ordinary_one_is_right(grader):
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_megabyte_of_hostile_text_does_not_hold_the_calling_thread_up(response):
-    # Half a second at most on one machine, over one on another; what is quadratic takes minutes on any.
+def test_a_megabyte_of_hostile_text_does_not_delay_the_calling_thread(response):
+    # Linear time is about a second on slow machines; quadratic time is minutes on any machine.
     start = time.thread_time()
     answer = math_answers.find_answer(response_from_query(response, ""))
     math_answers.is_plainly_equal(answer, math_answers.find_gold(response))
@@ -463,7 +463,7 @@ def test_no_text_stops_the_calling_thread(text):
             math_answers.is_plainly_equal(math_answers.find_answer(response), math_answers.find_gold(gold))
 
 
-def test_threads_that_grade_at_once_get_their_own_results(grader):
+def test_threads_that_grade_at_the_same_time_get_their_own_results(grader):
     results = {}
 
     def ask(i: int) -> None:
@@ -480,12 +480,12 @@ def test_threads_that_grade_at_once_get_their_own_results(grader):
 
 
 def group_processes(group: int) -> set[int]:
-    """The processes of a process group, found in /proc."""
+    """Return the process ids of a process group, from /proc."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(process_group) == group and state != "Z":
             found.add(int(stat.parent.name))
@@ -500,7 +500,7 @@ def wait_until_none_is_left(group: int, seconds: float = 30) -> None:
 
 
 def child_of(pid: int) -> int:
-    """The process that a worker has forked."""
+    """Return the process id of a worker's child; wait until there is one."""
     deadline = time.monotonic() + 30
     while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         assert time.monotonic() < deadline
@@ -524,7 +524,7 @@ def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
         assert future.result(60) == Grade(False, "crash")
         assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True)
     assert grader.crashes == 2
-    # An idle one's end costs no answer.
+    # The end of an idle worker costs no answer.
     (worker,) = grader._workers
     for victim in (child_of(worker.pid), worker.pid):
         os.kill(victim, signal.SIGKILL)
@@ -551,7 +551,7 @@ def test_an_ordinary_answer_does_not_wait_for_all_hostile_ones_before_it():
     assert [future.result(10) for future in hostile] == [Grade(False, "crash")] * 2
 
 
-def test_closing_ends_what_is_at_work_and_a_later_call_starts_anew():
+def test_closing_ends_the_workers_and_a_later_call_starts_new_ones():
     grader = MathGrader(num_workers=1, time_limit=100.0)
     futures = [grader.submit(*ENDLESS) for _ in range(100)]
     grader.close()
@@ -560,7 +560,7 @@ def test_closing_ends_what_is_at_work_and_a_later_call_starts_anew():
     grader.close()
 
 
-def test_a_grade_cannot_be_cancelled(grader):
+def test_a_grade_cannot_be_canceled(grader):
     future = grader.submit(*NEEDS_A_WORKER)
     assert not future.cancel() and future.result(60) == Grade(True)
 

@@ -1,4 +1,4 @@
-"""The math reward over HTTP, as OpenRLHF asks for it, and as the reward function of a file."""
+"""The math reward over HTTP, requested by OpenRLHF's code, and as a reward-function file."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def wait_until_it_listens(process, log) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The address of a server with 2 workers and 2 seconds an answer."""
+    """Return the address of a server with 2 workers and a limit of 2 seconds per answer."""
     log, port = tmp_path_factory.mktemp("server") / "log", free_port()
     command = [*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "2"]
     with running(command, log) as process:
@@ -45,11 +45,11 @@ def server(tmp_path_factory):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, log.read_text()
         wait_until_none_is_left(process.pid)
-        assert len(log.read_text().splitlines()) == 1 + log.read_text().count("ran into the time limit")
+        assert len(log.read_text().splitlines()) == 1 + log.read_text().count("exceeded the time limit")
 
 
 def post(server: str, body: bytes) -> tuple[int, dict]:
-    """Status and JSON of the answer to a body."""
+    """Post a body to the server; return status and JSON of its answer."""
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{server}/get_reward", body), timeout=60) as response:
             return response.status, json.load(response)
@@ -58,7 +58,7 @@ def post(server: str, body: bytes) -> tuple[int, dict]:
 
 
 def samples() -> list[tuple[str, str, float]]:
-    """64 (query, label, reward); every fourth needs a worker, every sixteenth is hostile, half are right."""
+    """Return 64 tuples (query, label, reward). Every 4th needs a worker, every 16th is hostile, half are right."""
     found = []
     for i in range(64):
         is_right = i % 8 < 4
@@ -73,7 +73,7 @@ def samples() -> list[tuple[str, str, float]]:
 
 
 def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
-    """What OpenRLHF's own code gets for the samples, every one asked for by a thread of its own."""
+    """Request all samples at once through OpenRLHF's code, each in a separate thread; return the results."""
     results = [None] * 64
 
     def ask(i: int, query: str, label: str) -> None:
@@ -87,7 +87,7 @@ def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
     return results
 
 
-def test_64_requests_of_openrlhf_at_once_get_each_its_own_reward(server):
+def test_64_simultaneous_requests_of_openrlhf_each_get_their_own_reward(server):
     results = ask_at_once(SingleTurnAgentExecutor(f"{server}/get_reward"), "_fetch_rewards_via_http")
     rewards = [reward for _, _, reward in samples()]
     assert [result["rewards"] for result in results] == [[reward] for reward in rewards]
@@ -175,7 +175,7 @@ def test_the_server_listens_on_loopback_unless_told(server):
 
 
 def ask_in_the_background(port: int, answers: list) -> threading.Thread:
-    """Four hostile answers in one request, whose result is appended to the list."""
+    """Post four hostile answers in one request from a thread, which appends the result to `answers`."""
     body = json.dumps({"query": [HOSTILE] * 4, "prompts": [""] * 4, "labels": ["2"] * 4}).encode()
 
     def ask() -> None:
@@ -195,7 +195,7 @@ def wait_until_a_worker_computes(group: int) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_server_that_ends_at_work(tmp_path, how):
+def test_a_server_that_ends_during_work_leaves_no_process(tmp_path, how):
     log, port = tmp_path / "log", free_port()
     with running([*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "100"], log) as process:
         wait_until_it_listens(process, log)

@@ -7,6 +7,7 @@ import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_rules import UpdateBounds
 from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
@@ -19,8 +20,9 @@ NAME = rf"(?:{GROUPS})/[a-z_]+"
 
 def logged() -> set[str]:
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.long)
-    bounds = [find_clip_bounds(one, one, one, ClipConfig())]
-    found = {*bounds_metrics(bounds, bounds), *offpolicy_metrics(tally_offpolicy(one, one, one, zero, zero, 0.8, 1.2))}
+    used, found = (find_clip_bounds(one, one, one, ClipConfig()) for _ in range(2))
+    found = {*bounds_metrics([UpdateBounds(used, found)])}
+    found |= {*offpolicy_metrics(tally_offpolicy(one, one, one, zero, zero, 0.8, 1.2))}
     found |= {*ReplayPool(ReplayConfig()).metrics(), *PartialPool(PartialConfig()).metrics()}
     found |= {"partial/segments_mean", "partial/segments_max"}  # where a response was taken
     found |= {f"reward_fault/{kind}" for kind in (*KINDS, "left_over")}

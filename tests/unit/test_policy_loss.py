@@ -1,15 +1,20 @@
 """BapoPolicyLoss: OpenRLHF's loss where the bounds are fixed, the right gradient where they are found."""
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds, tally_contributions
+from openrlhf_bapo import BapoPolicyLoss, ClipBounds, ClipConfig, find_clip_bounds
 
 ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+
+
+def found_by(loss: BapoPolicyLoss) -> list[ClipBounds]:
+    return [update.found for update in loss.updates]
 
 
 def micro_batch(seed: int, dtype=torch.float32, batch=5, actions=11) -> dict[str, torch.Tensor]:
@@ -64,7 +69,8 @@ def test_gradient_agrees_with_finite_differences_in_float64(seed, contribution, 
     batch.pop("rollout_log_probs")
     loss = BapoPolicyLoss(clip_config=ClipConfig(contribution=contribution), dual_clip=dual_clip)
     # The bounds are constants of the update; a step of the search must not enter the difference.
-    loss.set_bounds(loss.tally(**batch))
+    loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
+    loss.close_update()
     log_probs = batch.pop("log_probs")
     assert torch.autograd.gradcheck(lambda x: loss(x, **batch)[0], log_probs, eps=1e-7, atol=1e-5)
 
@@ -75,7 +81,7 @@ def test_tokens_outside_the_bounds_get_zero_gradient_and_all_others_their_ratio(
     batch = micro_batch(seed, torch.float64)
     loss = BapoPolicyLoss(clip_config=ClipConfig())
     loss(**batch)[0].backward()
-    (bounds,) = loss.found
+    (bounds,) = found_by(loss)
     ratio, advantages, mask = (
         (batch["log_probs"] - batch["old_log_probs"]).exp(),
         batch["advantages"],
@@ -99,7 +105,7 @@ def test_share_weighs_tokens_as_the_aggregation_does():
         loss = BapoPolicyLoss(clip_config=config, token_level_loss=token_level)
         loss(**batch)
         expected = find_clip_bounds(ratio, batch["advantages"], weight, config)
-        assert loss.found[0] == expected
+        assert found_by(loss) == [expected]
 
 
 def test_rollout_prob_weighs_tokens_by_their_probability_at_rollout():
@@ -108,20 +114,21 @@ def test_rollout_prob_weighs_tokens_by_their_probability_at_rollout():
     loss(**batch)
     ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
     weight = batch["action_mask"] * batch["old_log_probs"].exp()
-    assert loss.found[0] == find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
+    assert found_by(loss)[0] == find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
 
 
 def test_bounds_set_for_the_update_serve_every_micro_batch_until_unset():
     loss = BapoPolicyLoss(clip_config=ClipConfig())
     batches = [micro_batch(seed, torch.float64) for seed in (5, 6)]
-    parts = [loss.tally(*list(batch.values())[:4]) for batch in batches]
-    loss.set_bounds(parts[0] + parts[1])
+    for batch in batches:
+        loss.tally(*list(batch.values())[:4])
+    loss.close_update()
     for batch in batches:
         loss(**batch)
-    assert len(loss.found) == 1
-    loss.set_bounds(None)
+    assert len(loss.updates) == 1
+    loss.search_in_each_call()
     loss(**batches[0])
-    assert len(loss.found) == 2
+    assert len(loss.updates) == 2
 
 
 def exactly(bound: float) -> float:
@@ -150,7 +157,7 @@ def test_a_float32_ratio_on_a_bound_keeps_its_gradient_where_the_tally_counts_it
         log_probs = torch.tensor([[log_ratio]], requires_grad=True)
         advantage = 1.0 if side == "upper" else -1.0
         loss(log_probs, torch.zeros(1, 1), torch.tensor([[advantage]]), torch.ones(1, 1))[0].backward()
-        (found,) = loss.found
+        (found,) = found_by(loss)
         assert float(found.clip_frac_positive + found.clip_frac_negative) == 0, bound
         assert float(log_probs.grad) == pytest.approx(-advantage * bound, rel=1e-6), bound
 
@@ -159,9 +166,9 @@ def test_a_float32_ratio_on_a_bound_keeps_its_gradient_where_the_tally_counts_it
 def test_log_ratios_beyond_20_count_as_20_in_the_tally(log_ratio):
     loss = BapoPolicyLoss(clip_config=ClipConfig())
     old, advantages, mask = torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
-    found = loss.tally(torch.full((1, 2), log_ratio), old, advantages, mask)
+    loss(torch.full((1, 2), log_ratio), old, advantages, mask)
     clamped = torch.full((1, 2), math.copysign(20.0, log_ratio)).exp()
-    assert torch.equal(found.sums, tally_contributions(clamped, advantages, mask, ClipConfig()).sums)
+    assert found_by(loss) == [find_clip_bounds(clamped, advantages, mask, ClipConfig())]
 
 
 def test_without_a_mask_every_token_counts():
@@ -170,7 +177,7 @@ def test_without_a_mask_every_token_counts():
     for mask in (None, torch.ones_like(batch["advantages"])):
         loss = BapoPolicyLoss(clip_config=ClipConfig())
         loss(batch["log_probs"], batch["old_log_probs"], batch["advantages"], mask)
-        results += loss.found
+        results += found_by(loss)
     assert results[0] == results[1]
 
 
@@ -178,26 +185,27 @@ def test_a_token_of_a_sequence_mean_weighs_one_over_its_responses_length():
     lengths = torch.tensor([1, 2, 4])
     mask = (torch.arange(4) < lengths[:, None]).double()
     loss = BapoPolicyLoss(clip_config=ClipConfig(), token_level_loss=False)
-    tally = loss.tally(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor([[1.0], [-2.0], [4.0]]).expand(3, 4), mask)
-    assert tally.sums.sum(1).tolist() == pytest.approx([7, 7, 7])  # 1 + 2 + 4 whatever the length, of 7 tokens
+    loss(torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor([[1.0], [-2.0], [4.0]]).expand(3, 4), mask)
+    assert float(found_by(loss)[0].initial_share) == pytest.approx((1 + 4) / 7)  # 1, 2 and 4 whatever the length
 
 
 def test_a_sequence_without_a_token_does_not_matter_under_a_sequence_mean():
     batch = micro_batch(8, torch.float64)
     batch["action_mask"][2] = False
     without = {name: x[[0, 1, 3, 4]] for name, x in batch.items()}
-    tallies = [
-        BapoPolicyLoss(clip_config=ClipConfig(), token_level_loss=False).tally(*list(some.values())[:4]).sums
-        for some in (batch, without)
-    ]
-    torch.testing.assert_close(*tallies)
+    found = []
+    for some in (batch, without):
+        loss = BapoPolicyLoss(clip_config=ClipConfig(), token_level_loss=False)
+        loss(*list(some.values())[:4])
+        found += [[float(value) for value in astuple(bounds)] for bounds in found_by(loss)]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
 def test_the_loss_clips_between_the_bounds_that_were_found():
     batch = micro_batch(9, torch.float64)
     loss = BapoPolicyLoss(clip_config=ClipConfig(contribution="gradient"))
     found = loss(**batch)
-    (bounds,) = loss.found
+    (bounds,) = found_by(loss)
     assert (float(bounds.lower), float(bounds.upper)) != (0.6, 1.2)
     assert 1 - loss.clip_eps_low == bounds.lower and 1 + loss.clip_eps_high == bounds.upper
     upstream = upstream_loss()

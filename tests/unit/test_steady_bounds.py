@@ -48,7 +48,7 @@ def test_the_bounds_are_a_decayed_average_of_what_the_search_finds(stream, confi
     keep = 2 ** (-1 / half_life)
     for token_list in stream:
         assert pair(steady) == pytest.approx((lower, upper), rel=1e-12)
-        found, alone = steady.update(tally(token_list, config)), find_clip_bounds(*as_tensors(token_list), config)
+        found, alone = steady.follow(tally(token_list, config)), find_clip_bounds(*as_tensors(token_list), config)
         assert pair(found) == pair(alone)  # what the search finds on this update alone
         if not math.isnan(float(alone.initial_share)):
             lower = keep * lower + (1 - keep) * float(alone.lower)
@@ -61,7 +61,7 @@ def test_of_tally_they_are_what_the_search_finds_on_a_decayed_sum_of_tallies(str
     steady = SteadyBounds(config, SmoothingConfig(half_life, of="tally"))
     counted = [token_list for token_list in stream if not math.isnan(float(find(token_list, config).initial_share))]
     for token_list in stream:
-        steady.update(tally(token_list, config))
+        steady.follow(tally(token_list, config))
     # Older updates' tokens weigh less: the search over all tokens with their weights scaled is the same.
     keep = 2 ** (-1 / half_life)
     scaled = [
@@ -93,7 +93,7 @@ def test_measured_at_what_the_search_found_shares_and_fractions_are_the_searchs_
 def test_the_bounds_never_leave_the_ranges(stream, config, half_life, of):
     steady = SteadyBounds(config, SmoothingConfig(half_life, of))
     for token_list in [[], *stream]:
-        steady.update(tally(token_list, config))
+        steady.follow(tally(token_list, config))
         lower, upper = pair(steady)
         assert config.ratio_lower_start <= lower <= config.ratio_lower_max
         assert config.ratio_upper_start <= upper <= config.ratio_upper_max
@@ -104,7 +104,7 @@ def test_rounding_does_not_carry_a_bound_past_the_end_of_its_range():
     assert before + (end - before) > end
     config = replace(GRADIENT, ratio_lower_start=start, ratio_lower_max=end, ratio_lower_step=end - start)
     steady = SteadyBounds(config, SmoothingConfig(1e-9, start=(before, 1.2)))
-    steady.update(tally([(1.0, -1.0, 1.0)], config))  # sent to the far corner, at once
+    steady.follow(tally([(1.0, -1.0, 1.0)], config))  # sent to the far corner, at once
     assert float(steady.lower) == config.lower_grid()[-1] == end
 
 
@@ -113,7 +113,7 @@ def test_a_constant_stream_is_followed_to_what_the_search_finds_on_it(token_list
     steady = SteadyBounds(config, SmoothingConfig(half_life, of))
     found, before = find(token_list, config), pair(steady)
     for _ in range(math.ceil(30 * half_life)):
-        steady.update(tally(token_list, config))
+        steady.follow(tally(token_list, config))
     balanced = not math.isnan(float(found.initial_share))
     assert pair(steady) == pytest.approx(pair(found) if balanced else before, abs=1e-7)
 
@@ -123,7 +123,7 @@ def test_after_a_half_life_half_of_a_change_has_been_followed(half_life):
     only_negative = tally([(1.0, -1.0, 1.0)], GRADIENT)  # sent to the far corner, (0.9, 3.0)
     steady = SteadyBounds(GRADIENT, SmoothingConfig(half_life, start=(0.6, 1.2)))
     for _ in range(max(1, int(half_life))):
-        steady.update(only_negative)
+        steady.follow(only_negative)
     followed = 1 - 0.5 ** (max(1, int(half_life)) / half_life)
     assert pair(steady) == pytest.approx((0.6 + followed * 0.3, 1.2 + followed * 1.8))
 
@@ -131,9 +131,9 @@ def test_after_a_half_life_half_of_a_change_has_been_followed(half_life):
 @given(tokens(min_size=1), clip_configs(), averages)
 def test_an_update_with_nothing_to_balance_changes_nothing(token_list, config, of):
     steady = SteadyBounds(config, SmoothingConfig(3.0, of))
-    steady.update(tally(token_list, config))
+    steady.follow(tally(token_list, config))
     before = steady.state_dict()
-    found = steady.update(tally([(1.0, 0.0, 1.0), (2.0, 1.0, 0.0)], config))
+    found = steady.follow(tally([(1.0, 0.0, 1.0), (2.0, 1.0, 0.0)], config))
     assert math.isnan(float(found.initial_share)) and found.reached
     assert {name: value.tolist() for name, value in steady.state_dict().items()} == {
         name: value.tolist() for name, value in before.items()
@@ -146,11 +146,11 @@ def test_a_state_that_was_saved_goes_on_as_the_unbroken_one(stream, config, half
     unbroken, resumed = SteadyBounds(config, smoothing), SteadyBounds(config, smoothing)
     cut = data.draw(st.integers(0, len(stream)))
     for token_list in stream[:cut]:
-        unbroken.update(tally(token_list, config))
+        unbroken.follow(tally(token_list, config))
     resumed.load_state_dict({name: value.clone() for name, value in unbroken.state_dict().items()})
     for token_list in stream[cut:]:
         for steady in (unbroken, resumed):
-            steady.update(tally(token_list, config))
+            steady.follow(tally(token_list, config))
         assert pair(resumed) == pair(unbroken)
 
 
@@ -159,7 +159,7 @@ def test_they_follow_without_reading_a_value_on_the_host():
     for of in ("bounds", "tally"):
         steady = SteadyBounds(GRADIENT, SmoothingConfig(3.0, of))
         for _ in range(2):
-            steady.update(tally_contributions(meta, meta, meta, GRADIENT))
+            steady.follow(tally_contributions(meta, meta, meta, GRADIENT))
             at_bounds = tally_at_bounds(meta, meta, meta, steady.lower, steady.upper)
             measured = measure_clip_bounds(at_bounds, steady.lower, steady.upper, GRADIENT)
         assert measured.positive_share.is_meta and steady.upper.is_meta

@@ -16,7 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
-from openrlhf_bapo.core.steady_bounds import SmoothingConfig, SteadyBounds
+from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.core.clip_rules import SteadyBounds, UpdateBounds
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 # TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.
@@ -92,7 +93,7 @@ class Recording(BapoGRPOTrainer):
             self.weights.append({name: value.clone() for name, value in self.model.state_dict().items()})
         self.windows[-1].append(inputs)
         loss = super()._compute_loss(model, inputs)
-        self.bounds.append((1 - self.epsilon_low, 1 + self.epsilon_high))
+        self.bounds.append((float(1 - self.epsilon_low), float(1 + self.epsilon_high)))
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -101,7 +102,8 @@ class Recording(BapoGRPOTrainer):
 
 
 def trained(directory, smoothing=None, uses_tools=False, **overrides) -> Recording:
-    trainer = Recording(**arguments(directory, **overrides), bapo=SEARCH, smoothing=smoothing, uses_tools=uses_tools)
+    bapo = replace(SEARCH, smoothing=smoothing)
+    trainer = Recording(**arguments(directory, **overrides), bapo=bapo, uses_tools=uses_tools)
     trainer.train()
     return trainer
 
@@ -187,8 +189,8 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own_
         tokens = joined(directory, trainer, number)
         now = steady.lower, steady.upper
         used = measure_clip_bounds(tally_at_bounds(*tokens, *now), *now, SEARCH)
-        found = steady.update(tally_contributions(*tokens, SEARCH))
-        for name, value in bounds_metrics([used], [found]).items():
+        found = steady.follow(tally_contributions(*tokens, SEARCH))
+        for name, value in bounds_metrics([UpdateBounds(used, found)]).items():
             assert logged[number][name] == pytest.approx(value, abs=1e-4)
     assert trainer.num_forwards == 6 * 4 + 1  # one of each generation, as above
 

@@ -1,0 +1,277 @@
+"""Clip rules: what chooses the clip bounds of each policy update.
+
+A rule goes through an update in one of two orders:
+
+    SearchedBounds               tally every micro-batch -> close_update -> train between `lower` and `upper`
+    FixedBounds, SteadyBounds    train between `lower` and `upper`, tally as you go -> close_update
+
+`needs_tally_first` says which. OpenRLHF, TRL, verl and a plain loop use the same objects. Each of them knows only which
+micro-batches make an update, which ranks train on it together, and where the bounds go into its loss.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from openrlhf_bapo.core.clip_bounds import (
+    ClipBounds,
+    ContributionTally,
+    measure_clip_bounds,
+    solve_clip_bounds,
+    tally_at_bounds,
+    tally_contributions,
+)
+from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
+
+
+def importance_ratio(log_probs: torch.Tensor, behavior_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return pi_theta / pi_behavior per token, from the log-probs of both, with the log-ratio clamped to [-20, 20].
+
+    The clamp is that of OpenRLHF's `PolicyLoss` and of verl's losses.
+    """
+    return (log_probs - behavior_log_probs).clamp(-20.0, 20.0).exp()
+
+
+def share_weights(mask: torch.Tensor, config: ClipConfig, mean_over: str = "update") -> torch.Tensor:
+    """Return each token's weight in the positive share: its weight in the loss.
+
+    The released recipe, which has a P / N target, counts tokens whatever the loss averages over.
+
+    Args:
+        mask: [batch, tokens], 1 for the response's tokens.
+        config: says whether the target is a share.
+        mean_over: what the loss takes its mean over first: the tokens of an "update", of each "sequence", or of each
+            "micro_batch".
+    """
+    if mean_over == "update" or config.target_kind == "ratio":
+        return mask
+    num_tokens = mask.sum(-1, keepdim=True) if mean_over == "sequence" else mask.sum()
+    return mask.double() / num_tokens.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of one micro-batch as a rule sees them; the fields have one shape, such as [batch, tokens]."""
+
+    log_probs: torch.Tensor
+    """log pi_theta of each token."""
+
+    behavior_log_probs: torch.Tensor
+    """log pi of the policy that generated the token."""
+
+    advantages: torch.Tensor
+
+    weight: torch.Tensor
+    """The token's weight in the positive share (`share_weights`), 0 for "no token"."""
+
+    @functools.cached_property
+    def ratio(self) -> torch.Tensor:
+        """The importance ratio of each token, without a gradient."""
+        return importance_ratio(self.log_probs.detach(), self.behavior_log_probs)
+
+
+@dataclass(frozen=True)
+class UpdateBounds:
+    """One closed update."""
+
+    used: ClipBounds
+    """The bounds that the update is or was trained between, and the shares at them."""
+
+    found: ClipBounds | None
+    """The result of the search on the update's own tokens; None for a rule that does not search."""
+
+
+class ClipRule(ABC):
+    """Chooses the clip bounds of each update.
+
+    The bounds are the same on every rank if every rank closes an update with the tally of all ranks.
+    """
+
+    needs_tally_first = False
+    """Whether the bounds of an update come from its own tokens, so that they are tallied before it is trained."""
+
+    searches = True
+    """Whether it runs BAPO's search at all."""
+
+    config: ClipConfig
+    lower: torch.Tensor  # 0-dim, float64
+    upper: torch.Tensor
+    _sums: ContributionTally | None = None
+
+    def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the (lower, upper) importance ratios to clip these tokens to: 0-dim, or one value per token."""
+        return self.lower, self.upper
+
+    def tally(self, tokens: Tokens) -> None:
+        """Add the tokens of one micro-batch to the running update."""
+        self.to(tokens.ratio.device)
+        part = self._tally(tokens.ratio, tokens.advantages, tokens.weight)
+        self._sums = part if self._sums is None else self._sums + part
+
+    def close_update(self, all_reduce: Callable[[ContributionTally], ContributionTally] | None = None) -> UpdateBounds:
+        """Close the running update with all that was tallied, and choose the next bounds.
+
+        Every rank must call it for the same updates. At least one micro-batch has been tallied.
+
+        Args:
+            all_reduce: adds a tally over all ranks; None: this process alone.
+        """
+        sums, self._sums = self._sums, None
+        assert sums is not None, "nothing was tallied"
+        return self._update(sums if all_reduce is None else all_reduce(sums))
+
+    @property
+    def has_open_update(self) -> bool:
+        """Whether something was tallied since the last update was closed."""
+        return self._sums is not None
+
+    def to(self, device: torch.device) -> None:
+        """Keep the bounds on the device of the tokens."""
+        self.lower, self.upper = self.lower.to(device), self.upper.to(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what a resumed run needs to go on with the same bounds."""
+        return {"lower": self.lower, "upper": self.upper}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a `state_dict` of a rule with the same settings."""
+        self.lower, self.upper = state["lower"], state["upper"]
+
+    @abstractmethod
+    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally: ...
+
+    @abstractmethod
+    def _update(self, tally: ContributionTally) -> UpdateBounds: ...
+
+
+class FixedBounds(ClipRule):
+    """The same bounds for every update, as in PPO and GRPO; measures the shares at them.
+
+    Args:
+        lower: importance ratio; at or below 0 the lower bound never clips.
+        upper: importance ratio.
+    """
+
+    searches = False
+
+    def __init__(self, lower: float, upper: float) -> None:
+        self.config = ClipConfig()  # for the shares: the paper's contribution and target
+        self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).unbind()
+
+    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
+        return tally_at_bounds(ratio, advantages, mask, self.lower, self.upper)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        return UpdateBounds(measure_clip_bounds(tally, self.lower, self.upper, self.config), None)
+
+
+class SearchedBounds(ClipRule):
+    """BAPO's Algorithm 1: the bounds of each update are searched on its own tokens, before it is trained.
+
+    Args:
+        config: the search. Until the first update is closed, the bounds are the start of its path.
+    """
+
+    needs_tally_first = True
+
+    def __init__(self, config: ClipConfig) -> None:
+        self.config = config
+        start = config.lower_grid()[0], config.upper_grid()[0]
+        self.lower, self.upper = torch.tensor(start, dtype=torch.float64).unbind()
+
+    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
+        return tally_contributions(ratio, advantages, mask, self.config)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        bounds = solve_clip_bounds(tally, self.config)
+        self.lower, self.upper = bounds.lower, bounds.upper
+        return UpdateBounds(bounds, bounds)
+
+
+class SteadyBounds(ClipRule):
+    """Bounds that follow the updates before (ours), so that no update needs a forward pass of its own.
+
+    A search on its own update's tokens jumps with them. Here the tally of an update comes from the ratios that training
+    computes, and gives the bounds of the next one:
+
+        update k:  train between (lower, upper) -> tally of its tokens -> search -> (lower, upper) of update k + 1
+
+    With smoothing of "bounds" the found bounds are averaged, and each update's weight halves every `half_life` updates.
+    With "tally" the tallies are averaged, and the search runs on the average. If positive shares scatter around the
+    target, the first settles inside the ranges; the second may never reach the target and then stays in the far corner.
+
+    The bounds never leave the ranges of the search.
+
+    Args:
+        config: the search, and with it the ranges.
+        smoothing: how slowly the bounds follow; None: `config.smoothing`.
+
+    Raises:
+        ValueError: for a start outside the ranges, or without smoothing.
+    """
+
+    def __init__(self, config: ClipConfig, smoothing: SmoothingConfig | None = None) -> None:
+        smoothing = smoothing or config.smoothing
+        if smoothing is None:
+            raise ValueError("smoothing None is not allowed with SteadyBounds; give a SmoothingConfig")
+        self.config = replace(config, smoothing=smoothing)  # checks the start
+        self.smoothing = smoothing
+        middle = [(grid[0] + grid[-1]) / 2 for grid in (config.lower_grid(), config.upper_grid())]
+        self.lower, self.upper = torch.tensor(smoothing.start or middle, dtype=torch.float64).unbind()
+        self._average: ContributionTally | None = None
+        self._keep = 0.5 ** (1 / smoothing.half_life)
+
+    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
+        # The search's columns, then those at the bounds, so that one collective reduces both.
+        tokens = ratio, advantages, mask
+        parts = tally_contributions(*tokens, self.config), tally_at_bounds(*tokens, self.lower, self.upper)
+        return ContributionTally(torch.cat([part.sums for part in parts], dim=1))
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        num_at_bounds = 4  # two buckets per side
+        searched, at_bounds = map(ContributionTally, tally.sums.tensor_split([-num_at_bounds], dim=1))
+        used = measure_clip_bounds(at_bounds, self.lower, self.upper, self.config)
+        return UpdateBounds(used, self.follow(searched))
+
+    @torch.no_grad()
+    def follow(self, tally: ContributionTally) -> ClipBounds:
+        """Let the bounds follow an update; returns the result of the search on that update alone.
+
+        An update without a token to balance changes nothing.
+
+        Args:
+            tally: `tally_contributions` of all tokens of the update, on all ranks.
+        """
+        found = wanted = solve_clip_bounds(tally, self.config)
+        self.to(tally.sums.device)
+        weight = (1 - self._keep) * found.initial_share.isfinite().double()
+        if self.smoothing.of == "tally":
+            before = tally.sums.new_zeros(()) if self._average is None else self._average.sums
+            # The weights sum to less than 1 at first; shares do not change with the scale.
+            self._average = ContributionTally(before + weight * (tally.sums - before))
+            wanted = solve_clip_bounds(self._average, self.config)
+            weight = wanted.initial_share.isfinite().double()
+        # lerp ends exactly at its end point, where rounding could carry a weighted sum past the end of a range.
+        self.lower, self.upper = self.lower.lerp(wanted.lower, weight), self.upper.lerp(wanted.upper, weight)
+        return found
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        if self._average is not None:
+            self._average = ContributionTally(self._average.sums.to(device))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        state = super().state_dict()
+        return state if self._average is None else state | {"tally": self._average.sums}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        super().load_state_dict(state)
+        self._average = ContributionTally(state["tally"]) if "tally" in state else None
+
+
+def make_clip_rule(config: ClipConfig) -> ClipRule:
+    """Return BAPO's rule with these settings: steady bounds where smoothing is asked for, else searched bounds."""
+    return SearchedBounds(config) if config.smoothing is None else SteadyBounds(config)

@@ -1,0 +1,86 @@
+"""The walk through the real pipeline (Ray, a vLLM engine, a DeepSpeed actor), with the flags of walk.py.
+
+    python studies/late_data/through_pipeline.py --task pipeline --lag 8 --clip ppo --out cell.csv
+
+It runs scripts/train_bapo_quickstart.sh with TASK=walk and writes a CSV with those columns of walk.py that the pipeline
+logs. A rollout has 32 prompts x 8 samples. The task names the source of stale samples: `pipeline` has --lag only,
+`pipeline_replay` adds a replay pool, and `pipeline_partial` adds responses that a token budget interrupts.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from math import nan
+from pathlib import Path
+
+from walk import Run, fixed_bounds, main
+
+from openrlhf_bapo.cli.plot import read_scalars
+
+REPOSITORY = Path(__file__).parents[2]
+DATA = {
+    "pipeline": [],
+    "pipeline_replay": ["--replay.ratio", "1", "--replay.max_staleness", "16", "--replay.max_reuse", "2"],
+    "pipeline_partial": ["--partial.token_budget", "8", "--partial.max_staleness", "16"],
+}
+COLUMNS = {
+    "reward": "rollout/reward_mean",
+    "entropy": "entropy_loss",
+    "length_positive": "rollout/response_length_positive_mean",
+    "length_negative": "rollout/response_length_negative_mean",
+    "lower": "bapo/clip_low",
+    "upper": "bapo/clip_high",
+    "share_unclipped": "bapo/initial_share",
+    "share": "bapo/positive_share",
+    "clip_positive": "bapo/clip_frac_positive",
+    "clip_negative": "bapo/clip_frac_negative",
+    "ess": "offpolicy/ess",
+    "staleness": "offpolicy/staleness_mean",
+    "grad_norm": "actor_grad_norm",
+}
+
+
+def flags_of(run: Run) -> list[str]:
+    """Translate walk.py's flags into flags of the training command."""
+    flags = ["--train.seed", run.seed, "--actor.adam.lr", run.lr, "--offpolicy.lag", run.lag, *DATA[run.task]]
+    if bounds := fixed_bounds(run.clip):
+        low, high = bounds
+        flags += ["--actor.eps_clip_low_high", f"{1 - low:.6g}", f"{high - 1:.6g}"]
+    else:
+        flags += ["--bapo.smoothing", run.half_life]
+        flags += ["--bapo.contribution", run.contribution] if run.contribution else []
+        flags += ["--bapo.positive_contribution_target", run.target] if run.target else []
+    flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
+    return [str(flag) for flag in flags]
+
+
+def rows_of(scalars: dict[str, tuple[list[int], list[float]]]) -> list[dict[str, float]]:
+    """Return one row per rollout from a run's scalars: NaN where nothing was logged, `pass1` only in the last row."""
+    logged = {name: dict(zip(*scalars.get(f"train/{tag}", ((), ())), strict=True)) for name, tag in COLUMNS.items()}
+    ((steps, heldout),) = (logged for tag, logged in scalars.items() if tag.endswith("_pass1"))
+    logged["pass1"] = {steps[-1]: heldout[-1]}
+    return [
+        {"rollout": step} | {name: values.get(step, nan) for name, values in logged.items()}
+        for step in sorted(logged["reward"])
+    ]
+
+
+def train(run: Run) -> list[dict[str, float]]:
+    """Train through the pipeline; return one row of metrics per rollout."""
+    start = Path(run.starts, f"pipeline-seed{run.seed}").resolve()
+    prepare = ["examples/quickstart/prepare.py", "--task", "walk", "--seed", str(run.seed), str(start)]
+    subprocess.run([sys.executable, *prepare], cwd=REPOSITORY, check=True)
+    method = {"METHOD": "grpo"} if fixed_bounds(run.clip) else {"METHOD": "bapo", "PRESET": run.clip}
+    sizes = {"STEPS": run.rollouts, "EVAL_STEPS": run.rollouts, "UPDATES": run.updates, "EPOCHS": run.epochs}
+    with tempfile.TemporaryDirectory(dir=start.parent) as folder:
+        Path(folder, "start").symlink_to(start)
+        settings = {"TASK": "walk", "SEED": run.seed, "RUNS": folder, "MAX_NEW_TOKENS": 40} | sizes | method
+        environment = os.environ | {name: str(value) for name, value in settings.items()}
+        script = ["bash", "scripts/train_bapo_quickstart.sh", *flags_of(run)]
+        subprocess.run(script, cwd=REPOSITORY, env=environment, check=True)
+        return rows_of(read_scalars(Path(folder)))
+
+
+if __name__ == "__main__":
+    main(train, __doc__)

@@ -1,0 +1,302 @@
+"""One training run of the study, on one core: a tiny transformer learns to walk on a grid from stale samples.
+
+A prompt is a start and a goal. A response is a sequence of moves and END. It is right if it ends on the goal and never
+leaves the grid. Wrong walks are longer than right ones, so positive tokens carry less than half of the objective. That
+is the imbalance that BAPO addresses. `train_on` has everything that BAPO changes.
+"""
+
+import argparse
+from collections import deque
+from dataclasses import dataclass, fields, replace
+from math import nan
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from openrlhf_bapo import (
+    ClipConfig,
+    ClipRule,
+    FixedBounds,
+    SmoothingConfig,
+    Tokens,
+    importance_ratio,
+    make_clip_rule,
+    measure_clip_bounds,
+    tally_at_bounds,
+)
+
+MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
+END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
+FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a training run; each field is a flag of the command."""
+
+    task: str = "walk"
+    seed: int = 0
+    lr: float = 1e-4
+    clip: str = "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, or LOWER:UPPER
+    contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
+    target: float = 0.0  # target for the positive share; 0 keeps the preset's
+    half_life: float = 0.0  # of the bounds' moving average, in updates; 0 keeps the preset's
+    smoothing_of: str = "bounds"  # what is averaged: "bounds" or "tally"
+    same_update: bool = False  # the average includes the update that uses it
+    dual_clip: float = 0.0  # dual clip's constant; 0: no dual clip
+    lag: int = 0  # number of rollouts between making a rollout and training on it
+    epochs: int = 1
+    updates: int = 8  # per epoch
+    rollouts: int = 60
+    prompts: int = 32  # per rollout
+    samples: int = 16  # per prompt
+    starts: str = "runs/late_data/starts"  # folder for the fine-tuned start policy of each task and seed
+    then: str = ""  # ROLLOUT:FLAG=NUMBER changes a setting in the middle of the run, such as 30:lr=2e-4
+    out: str = ""  # CSV with one row per rollout, written when the run is complete
+
+
+def token_mask(responses: torch.Tensor) -> torch.Tensor:
+    """Return a mask over response tokens, [rows, num]: True up to and including the first END."""
+    return (responses == END).cumsum(1) - (responses == END).long() == 0
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The task: walk from a start to a goal on a grid. other_tasks.py has tasks with the same interface."""
+
+    num_values: int  # rows and columns of the grid: values of a prompt token
+    max_tokens: int  # maximum response length
+    random_moves: float  # share of random moves in the demonstrations
+    finetune_steps: int
+    num_actions: int = 5  # including END
+
+    def prompts(self) -> torch.Tensor:
+        """Return every pair of a start and a different goal, [num, 4]."""
+        prompts = torch.cartesian_prod(*[torch.arange(self.num_values)] * PROMPT_TOKENS)
+        return prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
+
+    def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """Return 1 for a walk that ends on the goal and never leaves the grid, else 0. Padding after END is END."""
+        path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
+        inside = ((path >= 0) & (path < self.num_values)).all(2).all(1)
+        return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
+
+    def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
+        """Return responses that head for the goal, except for a share of `random_moves`, which may leave the goal."""
+        at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), self.max_tokens, dtype=torch.long)
+        for step in range(self.max_tokens):
+            nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
+            nearer[:, END] = ~nearer.any(1)
+            within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < self.num_values)).all(2)
+            within[:, END] = False
+            strays = torch.rand(len(prompts), 1) < self.random_moves
+            responses[:, step] = torch.multinomial(torch.where(strays, within, nearer).float(), 1).squeeze(1)
+            at += MOVES[responses[:, step]]
+        return torch.where(token_mask(responses), responses, END)
+
+
+TASKS = {"walk": Walk(10, 40, 0.35, 140)}
+
+
+def split_prompts(task: Walk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a task's prompts, shuffled: (training prompts, 256 held-out prompts)."""
+    prompts = task.prompts()
+    prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
+    return prompts[256:], prompts[:256]
+
+
+class Policy(torch.nn.Module):
+    """A transformer over prompt values and actions; its head has logits for actions only."""
+
+    def __init__(self, task: Walk, width: int = 96, num_layers: int = 3, heads: int = 4):
+        super().__init__()
+        self.num_actions, self.tokens = task.num_actions, Embedding(task.num_actions + task.num_values, width)
+        self.heads, self.positions = heads, Embedding(PROMPT_TOKENS + task.max_tokens, width)
+        self.norm, self.head, self.layers = LayerNorm(width), Linear(width, task.num_actions), ModuleList()
+        for _ in range(num_layers):
+            attention = {"norm1": LayerNorm(width), "qkv": Linear(width, 3 * width), "out": Linear(width, width)}
+            mlp = {"norm2": LayerNorm(width), "up": Linear(width, 4 * width), "down": Linear(4 * width, width)}
+            self.layers.append(ModuleDict(attention | mlp))
+        torch.nn.init.normal_(self.tokens.weight, std=0.02)
+        torch.nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, caches: list | None = None, start: int = 0) -> torch.Tensor:
+        """Return log-probs of the next action after each token, [rows, num, actions].
+
+        With `caches`, `tokens` continue the cached ones and the first is at position `start`.
+        """
+        (rows, num), end = tokens.shape, start + tokens.shape[1]
+        x = self.tokens(tokens) + self.positions.weight[start:end]
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            q, k, v = layer["qkv"](layer["norm1"](x)).view(rows, num, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            if cache is not None:  # keys and values of all tokens so far, [2, rows, heads, positions, width / heads]
+                cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
+                k, v = cache[:, :, :, :end]
+            mixed = scaled_dot_product_attention(q, k, v, is_causal=num > 1)
+            x = x + layer["out"](mixed.transpose(1, 2).reshape(rows, num, -1))
+            x = x + layer["down"](gelu(layer["up"](layer["norm2"](x))))
+        return self.head(self.norm(x)).log_softmax(-1)
+
+    def log_probs(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+        """Return log-probs of all response tokens, flat, row by row. Rows sorted by length need less padding."""
+        found = []
+        for p, r in zip(prompts.chunk(4), responses.chunk(4), strict=True):
+            mask = token_mask(r)
+            r = r[:, : int(mask.sum(1).max())]
+            of_all = self(torch.cat([self.num_actions + p, r[:, :-1]], 1))[:, PROMPT_TOKENS - 1 :]
+            found.append(of_all.gather(2, r[:, :, None]).squeeze(2)[mask[:, : r.shape[1]]])
+        return torch.cat(found)
+
+
+@torch.no_grad()
+def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False):
+    """Return responses to prompts [rows, 4] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
+    prompts = prompts.repeat_interleave(samples, 0)
+    rows, (positions, width) = len(prompts), policy.positions.weight.shape
+    caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
+    responses, (behavior, entropy) = torch.full((rows, task.max_tokens), END), torch.zeros(2, rows, task.max_tokens)
+    alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
+    log_probs = policy(policy.num_actions + prompts, caches)[:, -1]
+    for step in range(task.max_tokens):
+        token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
+        responses[alive, step] = token
+        behavior[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
+        entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)
+        done |= token == END
+        if done.all() or step + 1 == task.max_tokens:
+            break
+        if done.sum() > 0.2 * len(done):
+            alive, token, caches, done = alive[~done], token[~done], [c[:, ~done] for c in caches], done[~done]
+        log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
+    responses = torch.where(token_mask(responses), responses, END)
+    found = {"prompts": prompts, "responses": responses, "rewards": task.reward(prompts, responses)}
+    return SimpleNamespace(**found, log_probs=behavior, entropy=entropy)
+
+
+def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """Do one optimizer step; return the gradient norm before clipping."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    return norm
+
+
+def start_policy(run: Run, task: Walk) -> Policy:
+    """Return the start policy of a task and seed: fine-tuned once until some responses are right, then kept on disk."""
+    torch.manual_seed(run.seed)
+    policy, prompts, file = Policy(task), split_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
+    if not file.exists():
+        optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0, fused=True)
+        for _ in range(task.finetune_steps):
+            chosen = prompts[torch.randint(len(prompts), (256,))]
+            responses = task.demonstrate(chosen)
+            order = token_mask(responses).sum(1).argsort()
+            optimize(policy, optimizer, -policy.log_probs(chosen[order], responses[order]).mean())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(policy.state_dict(), file)
+    policy.load_state_dict(torch.load(file))
+    return policy
+
+
+def fixed_bounds(clip: str) -> tuple[float, ...] | None:
+    """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for a preset."""
+    return tuple(map(float, clip.split(":"))) if ":" in clip else FIXED_BOUNDS.get(clip)
+
+
+def clip_rule(run: Run) -> ClipRule:
+    """Return the rule that chooses this run's clip bounds."""
+    if bounds := fixed_bounds(run.clip):
+        return FixedBounds(*bounds)
+    smoothing = SmoothingConfig(run.half_life, run.smoothing_of) if run.half_life else None
+    given = {"contribution": run.contribution, "positive_contribution_target": run.target, "smoothing": smoothing}
+    given = {name: value for name, value in given.items() if value}
+    return make_clip_rule(replace(ClipConfig.preset(run.clip), **given))
+
+
+def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run: Run) -> dict:
+    """Do one update on some rows of a rollout; return its metrics."""
+    rows = rows[token_mask(rollout.responses[rows]).sum(1).argsort()]
+    mask = token_mask(rollout.responses[rows])
+    advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
+    log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
+    behavior_log_probs = rollout.log_probs[rows][mask]
+    ratio = importance_ratio(log_probs, behavior_log_probs)  # [tokens], like all tensors below
+
+    tokens = Tokens(log_probs.detach(), behavior_log_probs, advantages, torch.ones_like(advantages))
+    rule.tally(tokens)
+    update = rule.close_update() if rule.needs_tally_first or run.same_update else None
+    lower, upper = rule.bounds(tokens)
+    update = update or rule.close_update()  # its bounds were known before its forward pass
+    gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
+    if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
+        gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
+    norm = optimize(policy, optimizer, -gain.mean())
+
+    r, size, found = ratio.detach(), advantages.abs(), update.found or update.used
+    tally = tally_at_bounds(r, advantages, torch.ones_like(r), lower, upper)
+    used = measure_clip_bounds(tally, lower, upper, rule.config)
+    metrics = {"lower": lower, "upper": upper, "found_lower": found.lower, "found_upper": found.upper}
+    metrics |= {"share_unclipped": (r * size)[advantages > 0].sum() / (r * size).sum(), "share": used.gradient_share}
+    metrics |= {"clip_positive": used.clip_frac_positive, "clip_negative": used.clip_frac_negative}
+    return metrics | {"ess": r.sum() ** 2 / (len(r) * (r * r).sum()), "ratio_max": r.max(), "grad_norm": norm}
+
+
+def train(run: Run) -> list[dict[str, float]]:
+    """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout."""
+    task, rule, (prompts, heldout) = TASKS[run.task], clip_rule(run), split_prompts(TASKS[run.task])
+    policy, queue, table = start_policy(run, task), deque(), []
+    optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    torch.manual_seed(run.seed)
+    changed_at, _, change = run.then.partition(":")
+    for number in range(run.rollouts):
+        if str(number) == changed_at:
+            name, _, value = change.partition("=")
+            run = replace(run, **{name: type(getattr(run, name))(value)})
+            optimizer.param_groups[0]["lr"] = run.lr
+        chosen = prompts[torch.randint(len(prompts), (run.prompts,))]
+        rollout = sample(policy, chosen, task, run.samples)
+        groups, mask = rollout.rewards.view(-1, run.samples), token_mask(rollout.responses)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
+        rollout.advantages = advantages
+        queue.append(rollout)
+        length, positive = mask.sum(1).double(), advantages > 0
+        row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
+        row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
+        row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
+        while len(queue) > run.lag:  # the last `lag` rollouts of a run are never trained on
+            stale = queue.popleft()
+            parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
+            updates = [train_on(policy, optimizer, stale, part, rule, run) for part in parts]
+            row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
+        if number % 10 == 0 or number + 1 == run.rollouts:
+            row["greedy"] = sample(policy, heldout, task, greedy=True).rewards.mean()
+        if number + 1 == run.rollouts:
+            right = sample(policy, heldout, task, 16).rewards.view(-1, 16)
+            row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
+        table.append({name: float(value) for name, value in row.items()})
+        if number % 5 == 0 or number + 1 == run.rollouts:
+            print(" ".join(f"{name} {value:.3g}" for name, value in table[-1].items()), flush=True)
+    return table
+
+
+def main(train=train, description: str = __doc__) -> None:
+    """Parse a Run's fields as flags, train, and write the table if --out is given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in fields(Run):
+        kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "default": field.default}
+        parser.add_argument(f"--{field.name}", **kind)
+    run = Run(**vars(parser.parse_args()))
+    torch.set_num_threads(1)
+    table = train(run)
+    if run.out:
+        with open(run.out, "w") as file:
+            file.write(",".join(table[-1]) + "\n")
+            file.writelines(",".join(f"{row.get(name, nan):.4g}" for name in table[-1]) + "\n" for row in table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""The study of late data: its training loop, tasks, tables, figure and results."""
+
+import importlib.util
+import itertools
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from math import nan
+from pathlib import Path
+
+import pipeline
+import pytest
+import torch
+from pipeline import REPOSITORY
+from reasoning_gym.algorithmic.jugs import min_moves_n, verify_solution
+
+from openrlhf_bapo import (
+    ClipConfig,
+    FixedBounds,
+    SmoothingConfig,
+    SteadyBounds,
+    find_clip_bounds,
+    tally_contributions,
+)
+
+FOLDER = REPOSITORY / "studies" / "late_data"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+walk, study = load("walk"), load("study")
+other_tasks, through_pipeline = load("other_tasks"), load("through_pipeline")  # both import walk
+TASK = walk.Walk(num_values=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
+UP, DOWN, LEFT, RIGHT, END = range(5)
+
+
+@pytest.fixture
+def policy():
+    torch.manual_seed(0)
+    policy = walk.Policy(TASK, width=16, num_layers=2, heads=2)
+    with torch.no_grad():  # far from uniform, and ends often enough that rows finish at different steps
+        policy.head.weight.mul_(8)
+    return policy
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Return settings of a run of one second, with a reward that an untrained policy sometimes gets."""
+    monkeypatch.setitem(walk.TASKS, "tiny", TASK)
+    monkeypatch.setattr(walk.Walk, "reward", lambda task, prompts, responses: (responses[:, 0] == UP).float())
+    return walk.Run(task="tiny", lr=1e-2, prompts=4, samples=4, updates=2, rollouts=5, starts=str(tmp_path))
+
+
+def with_advantages(rollout):
+    """Give a rollout advantages of both signs, whatever its rewards."""
+    rollout.advantages = torch.linspace(-1, 1.5, len(rollout.rewards))
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("goal", "tokens", "expected"),
+    [
+        ([1, 1], [DOWN, RIGHT, END], 1),
+        ([1, 1], [RIGHT, DOWN, UP, DOWN, END], 1),  # a detour
+        ([1, 1], [RIGHT, END], 0),  # ends elsewhere
+        ([1, 1], [UP, DOWN, DOWN, RIGHT, END], 0),  # leaves the grid on the way
+        ([1, 1], [RIGHT, DOWN, RIGHT, LEFT, RIGHT, LEFT, RIGHT, LEFT, END], 1),  # as long as allowed
+        ([0, 1], [RIGHT, DOWN, UP, DOWN, UP, DOWN, UP, DOWN, UP], 0),  # on the goal, but never ends
+    ],
+)
+def test_a_walk_is_right_if_it_ends_on_the_goal_within_the_grid(goal, tokens, expected):
+    response = torch.tensor([tokens + [END] * (TASK.max_tokens - len(tokens))])
+    assert TASK.reward(torch.tensor([[0, 0, *goal]]), response).tolist() == [expected]
+
+
+def test_every_demonstration_that_ends_is_right():
+    torch.manual_seed(0)
+    prompts = walk.split_prompts(TASK)[1].repeat(20, 1)[:2000]
+    responses = TASK.demonstrate(prompts)
+    ended = responses[:, -1] == END
+    assert 0.5 < ended.float().mean() < 1
+    assert torch.equal(TASK.reward(prompts, responses), ended.float())
+
+
+JUGS = walk.TASKS["jugs"]
+
+
+def test_water_jugs_are_scored_as_reasoning_gym_scores_them():
+    torch.manual_seed(0)
+    prompts = JUGS.prompts().repeat(2, 1)
+    responses = JUGS.demonstrate(prompts)
+    responses[::2] = torch.where(responses[::2] == END, END, torch.randint(JUGS.num_actions, responses[::2].shape))
+    responses = torch.where(walk.token_mask(responses), responses, END)
+    rewards = JUGS.reward(prompts, responses).tolist()
+    assert 0.2 < sum(rewards) / len(rewards) < 0.8
+    names = {other_tasks.FILL: "fill {}", other_tasks.EMPTY: "empty {}", other_tasks.POUR: "pour {}->{}"}
+    for prompt, response, right in zip(prompts.tolist(), responses.tolist(), rewards, strict=True):
+        taken = [other_tasks.ACTIONS[action] for action in response if action != END]
+        moves = [names[kind].format("ABC"[jug], "ABC"[into or 0]) for kind, jug, into in taken]
+        valid, _ = verify_solution({"jug_capacities": prompt[:3], "target": prompt[3]}, moves)
+        assert right == (valid and response[-1] == END)
+
+
+def test_water_jugs_without_random_moves_are_solved_in_the_fewest_moves():
+    prompts = JUGS.prompts()
+    responses = replace(JUGS, random_moves=0.0).demonstrate(prompts)
+    assert JUGS.reward(prompts, responses).all()
+    fewest = [min_moves_n(prompt[:3], prompt[3]) for prompt in prompts[::7].tolist()]
+    assert (responses[::7] != END).sum(1).tolist() == fewest
+    assert min(fewest) == 2
+    assert len(prompts) == sum(
+        (min_moves_n(list(jugs), amount) or 0) > 1
+        for jugs in itertools.product(range(3, 9), repeat=3)
+        for amount in range(1, 9)
+    )
+
+
+def test_the_right_response_to_a_sum_is_its_decimal_digits():
+    sums = walk.TASKS["sums"]
+    prompts = sums.prompts()
+    responses = sums.demonstrate(prompts)
+    for (a, b, c, d), response in zip(prompts.tolist(), responses.tolist(), strict=True):
+        written = [digit + (digit >= END) for digit in map(int, str(10 * a + b + 10 * c + d))]
+        assert response == written + [END] * (4 - len(written))
+    assert sums.reward(prompts, responses).all()
+    assert not sums.reward(prompts, responses.roll(1, 1)).any()
+
+
+def test_no_prompt_is_both_trained_on_and_held_out():
+    trained, heldout = (set(map(tuple, part.tolist())) for part in walk.split_prompts(walk.TASKS["walk"]))
+    assert not trained & heldout
+    assert len(trained) + len(heldout) == 100 * 99
+    assert len(heldout) == 256
+
+
+def test_sampling_with_a_cache_gives_the_log_probs_of_the_training_forward(policy):
+    rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:40], TASK, samples=3)
+    mask = walk.token_mask(rollout.responses)
+    lengths = mask.sum(1)
+    assert lengths.min() == 1 and lengths.max() == TASK.max_tokens  # finished rows left the cache during sampling
+    recomputed = policy.log_probs(rollout.prompts, rollout.responses)
+    torch.testing.assert_close(rollout.log_probs[mask], recomputed, atol=1e-5, rtol=0)
+
+
+def test_greedy_sampling_takes_the_likeliest_token(policy):
+    rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:10], TASK, greedy=True)
+    tokens = torch.cat([TASK.num_actions + rollout.prompts, rollout.responses[:, :-1]], 1)
+    likeliest = policy(tokens)[:, walk.PROMPT_TOKENS - 1 :].argmax(2)
+    mask = walk.token_mask(rollout.responses)
+    assert torch.equal(rollout.responses[mask], likeliest[mask])
+
+
+def reference_gradient(policy, rollout, rows, lower, upper, dual_clip):
+    """Return the gradient of PPO's loss over the rows' tokens, computed token by token from its definition."""
+    gains = []
+    for row in rows.tolist():
+        num = int(walk.token_mask(rollout.responses[row : row + 1]).sum())
+        new = policy.log_probs(rollout.prompts[row : row + 1], rollout.responses[row : row + 1])
+        advantage = float(rollout.advantages[row])
+        for t in range(num):
+            ratio = (new[t] - rollout.log_probs[row, t]).exp()
+            gain = min(ratio * advantage, ratio.clamp(lower, upper) * advantage)
+            if dual_clip and advantage < 0 and gain < dual_clip * advantage:
+                gain = gain * 0
+            gains.append(gain)
+    loss = -sum(gains) / len(gains)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
+
+
+@pytest.fixture
+def stale(policy):
+    """Return a rollout of 24 rows, after which `policy` was changed."""
+    rollout = with_advantages(walk.sample(policy, walk.split_prompts(TASK)[1][:8], TASK, samples=3))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return rollout
+
+
+def update(policy, rollout, rows, run, rule=None):
+    """Do one update by plain gradient descent; return (metrics, parameters before minus parameters after)."""
+    before = torch.cat([p.detach().flatten() for p in policy.parameters()]).clone()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    metrics = walk.train_on(policy, optimizer, rollout, rows, rule or walk.clip_rule(run), run)
+    return metrics, before - torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def ratios(policy, rollout, rows):
+    """Return importance ratios and advantages of the rows' tokens, flat."""
+    mask = walk.token_mask(rollout.responses[rows])
+    log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows]).detach()
+    advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
+    return (log_probs - rollout.log_probs[rows][mask]).exp(), advantages
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.3])
+@pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
+def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_core(
+    policy, stale, contribution, dual_clip
+):
+    run = walk.Run(clip="readme", contribution=contribution, target=0.6, dual_clip=dual_clip)
+    rows = torch.arange(20)  # not all
+    ratio, advantages = ratios(policy, stale, rows)
+    bounds = find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_rule(run).config)
+    assert (ratio > bounds.upper).any() and (ratio < bounds.lower).any()
+    gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), dual_clip)
+
+    metrics, moved = update(policy, stale, rows, run)
+    assert (metrics["lower"], metrics["upper"]) == (bounds.lower, bounds.upper)
+    assert metrics["grad_norm"].item() == pytest.approx(gradient.norm().item(), rel=1e-4)
+    torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
+    if contribution == "gradient":
+        assert metrics["share"].item() == pytest.approx(bounds.positive_share.item(), abs=1e-5)
+    assert metrics["clip_positive"].item() == pytest.approx(bounds.clip_frac_positive.item(), abs=1e-6)
+    assert metrics["clip_negative"].item() == pytest.approx(bounds.clip_frac_negative.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("same_update", [False, True])
+def test_steady_bounds_average_the_updates_before_and_with_same_update_the_current_one_too(policy, stale, same_update):
+    run = walk.Run(clip="readme", contribution="gradient", half_life=3.0, same_update=same_update)
+    steady, expected = walk.clip_rule(run), walk.clip_rule(run)
+    config = ClipConfig(contribution="gradient", smoothing=SmoothingConfig(3.0))
+    assert isinstance(steady, SteadyBounds) and steady.config == config
+    for rows in torch.arange(24).chunk(4):
+        ratio, advantages = ratios(policy, stale, rows)
+        tally = tally_contributions(ratio, advantages, torch.ones_like(ratio), config)
+        if same_update:
+            expected.follow(tally)
+        metrics, _ = update(policy, stale, rows, run, steady)
+        assert metrics["lower"].item() == pytest.approx(expected.lower.item(), abs=1e-9)
+        assert metrics["upper"].item() == pytest.approx(expected.upper.item(), abs=1e-9)
+        if not same_update:
+            expected.follow(tally)
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_every_row_is_trained_on_once_per_epoch_and_lag_rollouts_after_it_was_made(tiny, monkeypatch, lag):
+    made, trained = [], []  # rollouts; (number of the newest rollout, number of the trained one, its rows)
+    sample, train_on = walk.sample, walk.train_on
+
+    def recording_sample(policy, prompts, task, samples=1, greedy=False):
+        rollout = sample(policy, prompts, task, samples, greedy)
+        if samples == tiny.samples:  # otherwise it is an evaluation
+            made.append(rollout)
+        return rollout
+
+    def recording_train_on(policy, optimizer, rollout, rows, *rest):
+        number = next(i for i, other in enumerate(made) if other is rollout)
+        trained.append((len(made) - 1, number, rows.tolist()))
+        return train_on(policy, optimizer, rollout, rows, *rest)
+
+    monkeypatch.setattr(walk, "sample", recording_sample)
+    monkeypatch.setattr(walk, "train_on", recording_train_on)
+    walk.train(replace(tiny, lag=lag, epochs=2))
+
+    assert all(now - number == lag for now, number, _ in trained)
+    for number in range(tiny.rollouts - lag):
+        rows = [rows for _, trained_on, rows in trained if trained_on == number]
+        assert len(rows) == 2 * tiny.updates
+        assert sorted(sum(rows, [])) == sorted(2 * list(range(tiny.prompts * tiny.samples)))
+    assert len(made) == tiny.rollouts
+
+
+def test_advantages_are_rewards_normalized_over_the_samples_of_one_prompt(tiny, monkeypatch):
+    seen = []
+    monkeypatch.setattr(walk, "train_on", lambda policy, optimizer, rollout, *rest: seen.append(rollout) or {})
+    walk.train(tiny)
+    kinds = set()
+    for rollout in seen:
+        assert torch.equal(rollout.prompts.view(4, 4, -1), rollout.prompts.view(4, 4, -1)[:, :1].expand(4, 4, -1))
+        for rewards, advantages in zip(rollout.rewards.split(4), rollout.advantages.split(4), strict=True):
+            kinds.add(int(rewards.sum()))
+            if rewards.min() == rewards.max():
+                assert advantages.abs().max() < 1e-6
+            else:
+                torch.testing.assert_close(advantages, (rewards - rewards.mean()) / rewards.std())
+    assert kinds >= {0, 1, 2}
+
+
+def test_on_policy_ratios_are_one_and_late_ones_are_not(tiny):
+    on_policy, late = (walk.train(replace(tiny, updates=1, lag=lag)) for lag in (0, 2))
+    assert all(row["ratio_max"] == pytest.approx(1, abs=1e-5) for row in on_policy)
+    assert all("ratio_max" not in row for row in late[:2])
+    assert all(row["ratio_max"] > 1.001 for row in late[3:])
+
+
+def test_equal_settings_give_equal_runs_whether_the_start_policy_is_made_or_loaded(tiny):
+    first, again, other = (walk.train(run) for run in (tiny, tiny, replace(tiny, seed=1)))
+    assert str(first) == str(again)  # compared as text, because NaN != NaN
+    assert str(first) != str(other)
+
+
+@pytest.mark.parametrize("clip", ["ppo", "none", "0.7:1.9"])
+def test_clip_names_fixed_bounds_or_gives_them_as_a_pair(clip):
+    rule = walk.clip_rule(walk.Run(clip=clip))
+    lower, upper = {"ppo": (0.8, 1.2), "none": (1e-9, 1e9)}.get(clip, (0.7, 1.9))
+    assert isinstance(rule, FixedBounds) and (rule.lower.item(), rule.upper.item()) == (lower, upper)
+
+
+def test_contribution_and_target_replace_those_of_the_preset_only_if_given():
+    assert walk.clip_rule(walk.Run(clip="paper")).config == ClipConfig.preset("paper")
+    given = walk.clip_rule(walk.Run(clip="paper", contribution="gradient", target=0.45)).config
+    assert given == replace(ClipConfig.preset("paper"), contribution="gradient", positive_contribution_target=0.45)
+
+
+COLUMNS = ["rollout", "reward", *study.DETAILS, "greedy", "pass1", "pass16"]
+
+
+def result(first_rollouts: float, last_rollouts: float) -> study.Columns:
+    """Return a cell's result with the same numbers in all columns."""
+    return {column: [first_rollouts] * 40 + [last_rollouts] * study.LAST for column in COLUMNS}
+
+
+def test_the_table_has_mean_standard_error_and_number_of_seeds_of_the_last_rollouts():
+    name = "walk-lag8-updates8-lr0.0001"
+    cells = study.read_cells(FOLDER / "study.toml", f"{name}-*")
+    found = {}
+    for seed, value in enumerate((0.5, 0.6, 0.7)):
+        found[f"{name}-ppo-seed{seed}"] = result(9, value)
+        if seed < 2:  # the difference depends on the seed, so that only pairs of seeds give the right error
+            found[f"{name}-gradient-seed{seed}"] = result(9, value + 0.2 + seed / 10)
+    lines = study.tables(cells, found, against="", details=False)
+    assert "| ppo | 0.600 \u00b1 0.058 (3) |" in lines  # 0.1 / sqrt(3)
+    assert "| gradient | 0.800 \u00b1 0.100 (2) |" in lines
+    lines = study.tables(cells, found, against="ppo", details=False)
+    assert "| gradient | 0.800 \u00b1 0.100 (2) | 0.250 \u00b1 0.050 (2) |" in lines
+
+
+def test_two_cells_of_a_seed_are_a_pair_only_if_their_start_policies_are_equal():
+    name = "lag8-updates8-lr0.0001"
+    cells = study.read_cells(FOLDER / "study.toml", f"*{name}-*")
+    found = {}
+    for task in ("walk", "pipeline"):
+        for seed in (0, 1):
+            found[f"{task}-{name}-ppo-seed{seed}"] = result(0.25, 0.5)
+            found[f"{task}-{name}-gradient-seed{seed}"] = result(0.25 + seed / 100, 0.75 + seed / 10)
+    lines = study.tables(cells, found, against="ppo", details=False)
+    both = "| gradient | 0.800 \u00b1 0.050 (2) | "
+    assert both + "0.250 (1) |" in lines  # the walk: the first rollouts of seed 1 differ
+    assert both + "0.300 \u00b1 0.050 (2) |" in lines  # the pipeline: first rollouts always differ
+
+
+def test_the_figure_has_a_line_per_method_and_a_panel_per_setting_with_several_learning_rates(tmp_path):
+    cells = study.read_cells(FOLDER / "study.toml", "walk-*")
+    rewards = {"8-lr0.0001-ppo-seed0": 0.5, "8-lr0.0001-ppo-seed1": 0.7, "8-lr5e-05-ppo-seed0": 0.8}
+    rewards |= {"8-lr5e-05-gradient-seed0": 0.9, "1-lr0.0001-ppo-seed0": 0.1}
+    found = {f"walk-lag8-updates{name}": {column: [value] for column in COLUMNS} for name, value in rewards.items()}
+    (panel,) = study.draw(cells, found, ["gradient", "ppo"], tmp_path / "study.png").axes
+    lines = [container.lines for container in panel.containers]
+    assert [line.get_xydata().tolist() for line, *_ in lines] == [[[5e-5, 0.9]], [[5e-5, 0.8], [1e-4, 0.6]]]
+    (at_5e5, at_1e4) = lines[1][2][0].get_segments()
+    assert [end[1] for end in at_1e4] == pytest.approx([0.5, 0.7])  # 0.6 and the error of two seeds
+    assert at_5e5[0].tolist() == at_5e5[1].tolist()
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+
+
+def test_add_copies_each_finished_cell_of_the_study_into_the_results_once_and_without_loss(tmp_path):
+    results, runs = tmp_path / "results.parquet", tmp_path / "runs"
+    runs.mkdir()
+    given = {
+        "pipeline-seed0": {"rollout": [1.0], "reward": [0.7], "staleness": [8.0]},
+        "walk-seed0": {"rollout": [0.0, 1.0], "reward": [0.1, 1e-9], "greedy": [nan, 0.5]},
+        "walk-seed1": {"rollout": [0.0, 1.0], "reward": [0.3, 1 / 3], "greedy": [0.25, nan]},
+    }
+    (runs / "walk-seed2.part").write_text("rollout,reward\n0,0.1\n")  # still running, or killed
+    (runs / "other.csv").write_text("rollout,reward\n0,0.1\n")  # not declared
+    for name in reversed(given):
+        columns = given[name]
+        rows = [columns, *zip(*columns.values(), strict=True)]
+        (runs / f"{name}.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+        assert study.add(given, results, runs) == 1
+    assert study.add(given, results, runs) == 0
+    assert str(study.read_parquet(results)) == str(given)  # compared as text, because NaN != NaN
+    assert str(study.read_results(tmp_path / "none.parquet", runs)["walk-seed1"]) == str(given["walk-seed1"])
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results():
+    """Each is a method's reward in one setting or the difference of two methods, over the seeds in brackets or 3."""
+    reported_by = set()
+    cells = study.read_cells(FOLDER / "study.toml", "*")
+    for by_lr in study.summaries(cells, study.read_parquet(FOLDER / "results.parquet")).values():
+        of_method = [runs for by_method in by_lr.values() for runs in by_method.values()]
+        groups = [[run["reward"] for run in runs.values()] for runs in of_method]
+        groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
+        reported_by |= {study.mean_and_error(group) for group in groups}
+    text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
+    reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
+    assert len(reported) > 100
+    assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
+
+
+def test_the_results_are_the_cells_of_the_study():
+    cells = study.read_cells(FOLDER / "study.toml", "*")
+    assert set(study.read_parquet(FOLDER / "results.parquet")) == set(cells)
+    assert len(cells) == 718
+    for cell in cells.values():
+        settings = {axis: cell[axis] for axis in study.AXES if axis != "method"} | cell["flags"]
+        walk.clip_rule(walk.Run(**settings))
+
+
+def test_flags_of_a_pipeline_cell_give_the_training_command_the_same_settings(tmp_path):
+    base = pipeline.flags(pipeline.make_model(tmp_path))
+
+    def settings(*method: str, **given):
+        run = walk.Run(**{"task": "pipeline", "seed": 3, "lr": 2e-4, "lag": 8} | given)
+        return pipeline.parse([*base, *method, *through_pipeline.flags_of(run)])
+
+    static = settings("--policy_loss", "ppo", clip="0.76:2.36", dual_clip=3.0)
+    assert (static.train.seed, static.actor.adam.lr, static.offpolicy.lag, static.actor.dual_clip) == (3, 2e-4, 8, 3)
+    assert static.actor.eps_clip_low_high == pytest.approx([0.24, 1.36])
+    ppo = settings("--policy_loss", "ppo", clip="ppo", lag=0)
+    assert (ppo.offpolicy.lag, ppo.actor.dual_clip) == (0, None)
+    assert ppo.actor.eps_clip_low_high == pytest.approx([0.2, 0.2])
+
+    bapo = ("--policy_loss", "bapo", "--bapo.preset", "readme")
+    found = settings(*bapo, clip="readme", contribution="gradient", target=0.45, half_life=22.8).bapo
+    assert (found.contribution, found.positive_contribution_target, found.smoothing) == ("gradient", 0.45, 22.8)
+    found = settings(*bapo, clip="readme").bapo
+    assert (found.contribution, found.positive_contribution_target, found.smoothing) == ("surrogate", 0.5, 0)
+    assert settings(*bapo, clip="readme", task="pipeline_replay", lag=0).replay.ratio > 0
+    assert settings(*bapo, clip="readme", task="pipeline_partial", lag=0).partial.token_budget > 0
+
+
+def test_an_undefined_method_in_study_toml_is_refused_by_name(tmp_path):
+    text = (FOLDER / "study.toml").read_text().replace("ppo_dual = {", "ppo_duel = {")
+    (tmp_path / "study.toml").write_text(text)
+    with pytest.raises(ValueError, match="method ppo_dual is not among ppo, ppo_duel, "):
+        study.read_cells(tmp_path / "study.toml", "*")
+
+
+def test_every_flag_in_the_studys_readme_exists():
+    commands = re.findall(r"^\.venv/bin/python (\S+) (.*)$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert {Path(file).name for file, _ in commands} == {"walk.py", "other_tasks.py", "study.py"}
+    for file, words in commands:
+        if not file.endswith("study.py"):
+            assert set(re.findall(r"--(\w+)", words)) <= {field.name for field in fields(walk.Run)}
+        else:
+            run = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
+            assert set(re.findall(r"--\w+", words)) <= set(re.findall(r"--\w+", run.stdout))

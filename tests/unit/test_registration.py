@@ -1,0 +1,42 @@
+"""Registration: our parts are in OpenRLHF's seams, in whichever order a process imports the modules."""
+
+import subprocess
+
+import pipeline
+import pytest
+
+from openrlhf_bapo.openrlhf.registration import SEAMS
+
+FILES = sorted({function.split(".")[0] for _, function in SEAMS})
+IMPORTS_OURS_FIRST = """
+import importlib, sys
+from openrlhf_bapo.openrlhf import registration
+registration.register()
+importlib.import_module("openrlhf_bapo.openrlhf." + sys.argv[1])
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils import experience
+from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic, vllm_engine
+from openrlhf.utils import agent
+from openrlhf.utils.deepspeed import deepspeed
+ours = (
+    ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader, experience.Experience, ppo_trainer.RemoteExperienceMaker,
+    ppo_trainer.SamplesGenerator, ppo_trainer_async.SamplesGenerator, launcher.BaseDistributedActor._get_free_port,
+)
+assert all(part.__module__.startswith("openrlhf_bapo.openrlhf.") for part in ours), ours
+wrapped = (
+    ppo_actor.ActorPPOTrainer.ppo_train, ppo_critic.CriticPPOTrainer.ppo_train,
+    deepspeed.DeepspeedStrategy.get_ds_train_config,
+    vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__init__,
+    ppo_trainer.PPOTrainer.__ray_metadata__.modified_class.init_checkpoint_states,
+    ppo_trainer_async.TrainingActor.__ray_metadata__.modified_class.init_checkpoint_states,
+)
+assert all(hasattr(part, "__wrapped__") or part.__module__.startswith("openrlhf_bapo") for part in wrapped), wrapped
+assert not registration._waiting
+"""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_our_parts_are_in_place_if_a_process_imports_ours_before_openrlhfs(file):
+    command = [pipeline.warm_python(), "-c", IMPORTS_OURS_FIRST, file]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=pipeline.REPOSITORY)
+    assert run.returncode == 0, run.stderr[-2000:]
