@@ -93,8 +93,8 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--bapo.positive_contribution_target",
         type=float,
         default=None,
-        help="rho_0 in (0, 1), the lowest allowed share of positive-advantage tokens in the objective; with the preset "
-        "released, the lowest allowed ratio P / N",
+        help="rho_0 in (0, 1): the search stops when tokens of positive advantage have this share of the objective; "
+        "with the preset released, rho_0 is a ratio P / N",
     )
     for name, text in _BOUND_HELP.items():
         group.add_argument(f"--bapo.{name}", type=float, default=None, help=text)
@@ -123,8 +123,8 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--bapo.smoothing",
         type=float,
         default=None,
-        help="half-life, in optimizer steps, of the average over past bounds that trains an update and needs no extra "
-        "forward pass; 0: bounds searched for each update (the paper)",
+        help="train each update with an average over past bounds, which needs no extra forward pass; the value is its "
+        "half-life in optimizer steps; 0: search in each update (the paper)",
     )
     group.add_argument(
         "--bapo.smoothing_of",

@@ -38,8 +38,8 @@ def test_a_lag_of_0_is_no_lag(tmp_path, reward_file):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(offpolicy__lag=-1), "--offpolicy.lag -1: .*allowed: 0 and above"),
-        (dict(train__async_enable=True), "--offpolicy.lag 3: allowed without --train.async_enable"),
+        (dict(offpolicy__lag=-1), "--offpolicy.lag -1: allowed: .* 0 or more"),
+        (dict(train__async_enable=True), "--offpolicy.lag 3: allowed only without --train.async_enable"),
         (dict(partial__token_budget=16), "--partial.token_budget 16: allowed without --offpolicy.lag, which is 3"),
         (dict(partial__max_staleness=2), "--partial.max_staleness 2: allowed without --offpolicy.lag, which is 3"),
         (dict(offpolicy__ratio_base="recomputed"), "--offpolicy.ratio_base recomputed: .*staleness of --offpolicy.lag"),
