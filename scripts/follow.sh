@@ -1,5 +1,5 @@
 # follow LOG EVERY COMMAND...: runs a training command to its end, with its output in LOG and every EVERY-th step shown.
-# SIGTERM, which Slurm and Kubernetes send to the script alone, goes on to the command; Ctrl-C reaches it by itself.
+# Slurm and Kubernetes send SIGTERM to the script alone, so it is passed on to the command. Ctrl-C reaches both.
 follow() {
   local log=$1 every=$2 status=0 training shown
   shift 2
@@ -10,7 +10,7 @@ follow() {
   exec 3>&-
   trap 'kill -TERM "$training"' TERM
   trap : INT
-  while kill -0 "$training" 2>/dev/null; do # a signal ends `wait`, not the command
+  while kill -0 "$training" 2>/dev/null; do # a signal interrupts `wait`, not the command
     status=0
     wait "$training" || status=$?
   done

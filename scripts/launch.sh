@@ -1,18 +1,65 @@
-# Runs a recipe. A train_bapo_*.sh script sets the variables that are named in capitals below and the array FLAGS (what it
-# alone wants), sources this, and calls `launch "$@"`. From outside:
+# Runs a recipe. A train_bapo_*.sh script sets the variables in which it differs from the defaults below, sources this
+# file, adds its own flags to the array FLAGS, and calls `launch "$@"`.
+#
+# Every variable below can be set from outside, and so can these:
 #   DRY_RUN=1        check all flags, print the resolved configuration and the plan; needs no GPU and no Ray
-#   DRY_RUN=command  print the training command, to be run by hand
-#   RAY_ADDRESS=...  join a running Ray cluster; without it one is started on this machine
+#   DRY_RUN=command  print the training command, to run it by hand
+#   RAY_ADDRESS=...  join a running Ray cluster; without it, one is started on this machine
 #   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
-#   OVERRIDES=FILE   further flags, one a line ("--flag value"); they win over the recipe's
-#   METHOD=...       bapo, or a baseline to lay beside it: scripts/method.sh
-# Staleness in the paper is the number of updates within one rollout (Algorithm 1, line 7): UPDATES x EPOCHS here.
+#   OVERRIDES=FILE   further flags with their values, as a shell reads them (quote a value that contains spaces); lines
+#                    that start with # are comments; these flags win over the recipe's
+#   METHOD=...       bapo, or a baseline to compare it with: scripts/method.sh
+#
+# "ours" marks a value that the paper does not state. Paths must be the same on every node.
+
+MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-7B} # the paper's validation (section 5.1)
+DATA=${DATA:-$PWD/data/skywork-or1.jsonl} # SkyWork-OR1-RL (the paper's section 5.1); made if it is missing
+EVAL_DATA=${EVAL_DATA:-$PWD/data/aime24.jsonl $PWD/data/aime25.jsonl} # separated by spaces; made if they are missing
+REWARD=${REWARD:-$PWD/examples/math_reward.py} # a reward-function file, or http://HOST:PORT/get_reward[,...]
+recipe=$(basename "$0" .sh)
+RUN=${RUN:-$PWD/runs/${recipe#train_bapo_}} # folder of checkpoints, model, logs and curves
+
+NUM_NODES=${NUM_NODES:-1}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}     # where training and rollout share GPUs
+GPU_MEMORY=${GPU_MEMORY:-80}          # GiB per GPU, for the plan
+MAX_TOKENS=${MAX_TOKENS:-16384}       # tokens that a GPU trains on at once (ours)
+
+LEARNING_RATE=${LEARNING_RATE:-2e-6}  # the paper's validation (section 5.1); for other models than its 7B: ours
+TEMPERATURE=${TEMPERATURE:-0.6}       # the paper's validation (section 5.1); for other models than its 7B: ours
+MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
+MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens: the paper's validation (section 5.1); for other models than its 7B: ours
+SAMPLES=${SAMPLES:-16}                # responses per prompt (the authors' released example)
+PROMPTS=${PROMPTS:-128}               # prompts per rollout (ours)
+# The paper counts staleness in updates within one rollout (Algorithm 1, line 7): UPDATES x EPOCHS here.
+UPDATES=${UPDATES:-4}                 # optimizer steps per rollout and epoch (ours; the released example: 4)
+EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
+EPISODES=${EPISODES:-1}               # passes over the prompts (ours)
+SAVE_STEPS=${SAVE_STEPS:-20}          # rollouts between checkpoints (ours)
+EVAL_STEPS=${EVAL_STEPS:-20}          # rollouts between evaluations (ours)
+EVAL_N=${EVAL_N:-16}                  # responses per problem (section 5.1's evaluation: 16); 0: no evaluation
+
+FLAGS=()      # of the training command
 EVAL_FLAGS=() # of the evaluation at the end
+
+# Let training and rollout take turns on the same GPUs, with an engine on each GPU.
+colocate() {
+  ACTOR_GPUS_PER_NODE=$GPUS_PER_NODE
+  FLAGS+=(
+    --train.colocate_all
+    --train.max_tokens_per_gpu "$MAX_TOKENS"
+    --ds.enable_sleep
+    --vllm.num_engines $((NUM_NODES * GPUS_PER_NODE))
+    --vllm.gpu_memory_utilization 0.7
+    --vllm.enable_sleep
+  )
+}
+
+# Train, draw the curves and evaluate; the arguments are further flags of the training command.
 launch() {
   source scripts/method.sh
   local samples=$((PROMPTS * SAMPLES))
   if [ "$UPDATES" -lt 1 ] || [ $((samples % UPDATES)) -ne 0 ]; then
-    echo "UPDATES=$UPDATES: allowed: what divides the $samples samples of a rollout (PROMPTS x SAMPLES)" >&2
+    echo "UPDATES=$UPDATES: allowed: divisors of the $samples samples of a rollout (PROMPTS x SAMPLES)" >&2
     exit 2
   fi
   FLAGS=(
@@ -56,14 +103,14 @@ launch() {
       --eval.temperature 0.6              # ours: that of the paper's validation runs (section 5.1)
     )
   fi
-  local flag value file
+  local words file
   if [ -n "${OVERRIDES:-}" ]; then
-    while read -r flag value || [ -n "$flag" ]; do # the last line may lack its end
-      case $flag in
-        "" | \#*) ;;
-        *) FLAGS+=("$flag" ${value:+"$value"}) ;;
-      esac
-    done <"$OVERRIDES"
+    mapfile -t words < <(sed '/^[[:space:]]*#/d' "$OVERRIDES" | xargs -r printf '%s\n')
+    wait $! || {
+      echo "OVERRIDES=$OVERRIDES: cannot be read; allowed: a file of flags and values, with every quote closed" >&2
+      exit 2
+    }
+    FLAGS+=("${words[@]}")
   fi
   FLAGS+=("$@")
 
@@ -89,7 +136,7 @@ launch() {
     command=(.venv/bin/ray job submit --address "$SUBMIT" -- "${command[@]}")
   fi
   log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
-  echo "training in $RUN (everything that is printed goes to $log)"
+  echo "training in $RUN (the whole output goes to $log)"
   source scripts/follow.sh
   follow "$log" 1 "${command[@]}" train "${FLAGS[@]}"
   .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" -o "$RUN/curves.png"

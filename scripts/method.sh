@@ -1,11 +1,12 @@
-# Sourced by the recipes and the quickstart: sets the array METHOD_FLAGS, the flags of the method that METHOD names.
+# Sets the array METHOD_FLAGS to the flags of the method that METHOD names. The recipes and the quickstart source this.
 #   grpo           OpenRLHF's own loss, clipped to [0.8, 1.2]
 #   clip_higher    the same, clipped to [0.8, 1.28] (DAPO, arXiv 2503.14476)
-#   static         the same, clipped to [1 - a, 1 + b] of CLIP_EPS="a b"; the paper's Figure 7 has [0.8, 1.5], the default
-#                  here, and [0.5, 1.2], which is CLIP_EPS="0.5 0.2"
-#   bapo           bounds found for every update, with PRESET's settings and the paper's contributions
+#   static         the same, clipped to [1 - a, 1 + b] with CLIP_EPS="a b"; "0.2 0.5", the default, and "0.5 0.2" are
+#                  two pairs of the paper's Figure 7
+#   bapo           bounds recomputed for each update, with PRESET's settings and the paper's contributions
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
-# All take the ratio against the policy that generated the token, and log bounds, share, clipped tokens and entropy.
+# All methods divide by the probability under the policy that generated the token, and log bounds, positive share,
+# clipped tokens and entropy.
 METHOD=${METHOD:-bapo}
 METHOD_FLAGS=(--offpolicy.ratio_base auto --actor.entropy_coef 0)
 case $METHOD in

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # run_tests.sh [--all] [PYTEST ARGUMENTS]: sets up if needed and runs the tests, two at a time.
-# Without --all: tests/integration, tests/docs and tests/unit; with it also tests/full, which takes longer.
-# Folders, files or -k choose less: run_tests.sh tests/unit -k staleness
+# Without --all: tests/integration, tests/docs and tests/unit. With --all also tests/full, which takes longer.
+# Folders, files or -k select fewer tests: run_tests.sh tests/unit -k staleness
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-# Runs of the pipeline come first: the short tests then fill what is left of the time.
+# Tests of the pipeline come first, so that short tests fill the gaps at the end.
 folders=(tests/integration tests/docs tests/unit)
 if [ "${1:-}" = --all ]; then
   shift

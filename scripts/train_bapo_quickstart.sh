@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# BAPO on a laptop without a GPU: makes a tiny policy that strays on a grid, then trains it through OpenRLHF's pipeline.
-# Everything lands in runs/quickstart: the policy to start from (made once), and a folder for every run.
-# METHOD=grpo trains a baseline instead, see scripts/method.sh; TASK=chain_sum MAX_NEW_TOKENS=8 adds. Further flags go to
-# the training command, e.g. --bapo.positive_contribution_target 0.4.
+# BAPO on a laptop without a GPU: makes a tiny policy that walks on a grid, then trains it in OpenRLHF's pipeline.
+# Everything is written to runs/quickstart: the initial policy (made once) and one folder per run.
+# METHOD=grpo trains a baseline instead (scripts/method.sh). TASK=chain_sum MAX_NEW_TOKENS=8 trains on additions.
+# Further flags go to the training command, e.g. --bapo.positive_contribution_target 0.4.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
-TASK=${TASK:-walk}            # of examples/quickstart/prepare.py
-SEED=${SEED:-0}               # of the policy to start from
-STEPS=${STEPS:-60}            # global steps, each of 32 prompts x 8 samples; 100 use every prompt once
+TASK=${TASK:-walk}            # a task of examples/quickstart/prepare.py
+SEED=${SEED:-0}               # of the initial policy
+STEPS=${STEPS:-60}            # global steps of 32 prompts x 8 samples; 100 steps use every prompt once
 EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-40}
-UPDATES=${UPDATES:-8}         # optimizer steps a rollout of 256 samples and epoch: 1, 2, 4, 8 or 16
+UPDATES=${UPDATES:-8}         # optimizer steps per rollout (256 samples) and epoch: 1, 2, 4, 8 or 16
 EPOCHS=${EPOCHS:-1}           # passes over a rollout
-if [ "${METHOD:-bapo}" = bapo ]; then PRESET=${PRESET:-steady}; fi  # ours; paper and readme search anew in every update
+if [ "${METHOD:-bapo}" = bapo ]; then PRESET=${PRESET:-steady}; fi  # ours; paper and readme search in each update
 source scripts/method.sh
 
 bash scripts/setup.sh
@@ -22,7 +22,7 @@ bash scripts/setup.sh
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
-echo "training in $run ($STEPS steps; everything that is printed goes to train.log)"
+echo "training in $run ($STEPS steps; the whole output goes to train.log)"
 
 source scripts/follow.sh
 follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \

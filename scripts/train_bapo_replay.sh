@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart's policy trained on stale data: every training step reuses as many past prompt groups as it makes new
-# ones, at most four policy versions old. Further flags go to the training command, e.g. --train.async_enable.
+# The quickstart on stale data: each training step replays as many past prompt groups as it generates new ones, at most
+# four policy versions old. Further flags go to the training command, e.g. --train.async_enable.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# A recipe on several nodes of a Slurm cluster: a Ray head on the first node, a Ray worker on each other, then the recipe.
+# A recipe on several nodes of a Slurm cluster: starts a Ray head on the first node and a Ray worker on each other one.
 #   sbatch --nodes 8 scripts/train_bapo_slurm.sh
 #   RECIPE=scripts/train_bapo_qwen7b.sh sbatch --nodes 2 scripts/train_bapo_slurm.sh
-# The repository and .venv must lie on a file system that all nodes share; sbatch hands the recipe's variables on. Further
-# arguments go to the training command. With DRY_RUN=1 (without Slurm: bash, not sbatch) only the recipe's plan is made.
+# The repository and .venv must be on a file system that all nodes share. sbatch passes the recipe's variables on.
+# Further arguments go to the training command. DRY_RUN=1 makes only the recipe's plan (with bash, not sbatch).
 #SBATCH --job-name=openrlhf-bapo
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.log
-#SBATCH --signal=B:TERM@600 # to this script, for a checkpoint: Ray's own steps must not end before it
+#SBATCH --signal=B:TERM@600 # to this script, which writes a checkpoint; Ray must outlive it
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
@@ -40,9 +40,9 @@ export RAY_ADDRESS=$address:$PORT
 started=$SECONDS
 until [ "$(.venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))' 2>/dev/null)" = "$NUM_NODES" ]; do
   if [ $((SECONDS - started)) -gt 300 ]; then
-    echo "after 300 s fewer than $NUM_NODES nodes have joined Ray at $RAY_ADDRESS" >&2
+    echo "fewer than $NUM_NODES nodes have joined Ray at $RAY_ADDRESS after 300 s" >&2
     exit 1
   fi
   sleep 5
 done
-exec bash "$RECIPE" "$@" # at its end the job ends, and Slurm ends Ray on every node
+exec bash "$RECIPE" "$@" # the job ends with it, and Slurm then ends Ray on every node

@@ -1,4 +1,4 @@
-"""Writes a public mathematics dataset as prompts for OpenRLHF: one line a problem, with input, label, datasource."""
+"""Writes a public mathematics data set as prompts for OpenRLHF: one line per problem, with input, label, datasource."""
 
 import argparse
 import csv
@@ -13,25 +13,25 @@ from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, Ma
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _ALLOWED = f"{', '.join(_SUFFIXES)}, or a directory made by datasets' save_to_disk or with .parquet files"
-_ENCODING = "utf-8-sig"  # with or without a byte order mark, which spreadsheets and Windows write
-_NUM_NAMED = 5  # rows named in the summary, a reason
+_ENCODING = "utf-8-sig"  # accepts a byte order mark, which spreadsheets and Windows write
+_NUM_NAMED = 5  # rows named per reason in the summary
 _ROWS_A_PROGRESS_LINE = 100_000
 
 
 class SourceError(Exception):
-    """Rows cannot be read; the message is one line with what is wrong and what is allowed."""
+    """Rows cannot be read; the message is one line with the mistake and the allowed sources."""
 
 
 def read_hub(dataset: MathDataset, split: str) -> Iterable[dict]:
-    """The rows of a dataset on the hub, through its cache.
+    """Read the rows of a data set on the hub, through its cache.
 
     Raises:
-        SourceError: if there is no hub, no such repository on it, or no such split.
+        SourceError: if the hub cannot be reached, or has no such repository or split.
     """
     import datasets
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # it would announce each of its retries
+    logging.set_verbosity_error()  # it would print each retry
     try:
         return datasets.load_dataset(dataset.repository, dataset.config, split=split)
     except OSError as error:
@@ -44,16 +44,15 @@ def read_hub(dataset: MathDataset, split: str) -> Iterable[dict]:
 
 
 def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
-    """The rows of a local file or directory, see `_ALLOWED`.
+    """Read the rows of a local file or directory (see `_ALLOWED`).
 
-    Where a directory has several splits or configurations in it, as a copy of a hub repository has, only `split` and
-    the dataset's configuration are read.
+    A copy of a hub repository may have several splits and configurations. Then only `split` and the data set's
+    configuration are read.
 
     Raises:
-        SourceError: if it cannot be read.
+        SourceError: if the path cannot be read.
     """
-    # pyarrow's own errors are ValueErrors and OSErrors, those of json and of decoding are ValueErrors, but for deep
-    # nesting.
+    # pyarrow raises ValueErrors and OSErrors; json and decoders raise ValueErrors, and RecursionErrors at deep nesting.
     try:
         if path.is_dir():
             yield from _read_directory(path, dataset, split)
@@ -80,7 +79,7 @@ def _read_json(path: Path) -> Iterator[dict]:
             rows = ((number, _loads(line, number)) for number, line in enumerate(file, start=1) if line.strip())
         for number, row in rows:
             if not isinstance(row, dict):
-                raise ValueError(f"row {number} is no JSON object")
+                raise ValueError(f"row {number} is not a JSON object")
             yield row
 
 
@@ -88,7 +87,7 @@ def _loads(line: str, number: int) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"line {number} is no JSON: {error}") from error
+        raise ValueError(f"line {number} is not JSON: {error}") from error
 
 
 def _read_directory(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
@@ -159,15 +158,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="openrlhf-bapo data", description=__doc__)
     parser.error = exit_with_one_line
     parser.add_argument("name", metavar="NAME", choices=tuple(DATASETS), help=", ".join(DATASETS))
-    parser.add_argument("out", metavar="OUT.jsonl", type=Path, help="file to write; one that stands there is replaced")
-    parser.add_argument("--source", type=Path, help=f"read this instead of the hub: {_ALLOWED}")
-    parser.add_argument("--split", help="of the hub's dataset, or of a directory that has several (by name)")
-    parser.add_argument("--prompt_suffix", default=PROMPT_SUFFIX, help='line after the problem (%(default)s); "": none')
+    parser.add_argument("out", metavar="OUT.jsonl", type=Path, help="file to write; an existing file is replaced")
+    parser.add_argument("--source", type=Path, help=f"local copy to read instead of the hub: {_ALLOWED}")
+    parser.add_argument("--split", help="split of the hub's data set, or of a directory with several")
+    parser.add_argument("--prompt_suffix", default=PROMPT_SUFFIX, help='line after the problem; "": none (%(default)s)')
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Read, write, and say what was left out: row by row on standard error, summed up on standard output."""
+    """Read and write rows; list the rows that are left out on standard error, and count them on standard output."""
     parser = make_parser()
     args = parser.parse_args(argv)
     dataset = DATASETS[args.name]
@@ -195,7 +194,7 @@ def main(argv: list[str]) -> None:
         left_out = "; ".join(summary) or "it is empty"
         parser.error(f"--source {source}: none of {problems.num_rows} rows can be used as {args.name}: {left_out}")
     for reason, names in problems.left_out.items():
-        if reason != DUPLICATE:  # nothing is lost with them, and there may be a million
+        if reason != DUPLICATE:  # duplicates lose nothing, and there may be a million
             sys.stderr.writelines(f"left out: {name}: {reason}\n" for name in names)
     suffix = f"\n{args.prompt_suffix}" if args.prompt_suffix else ""
     try:

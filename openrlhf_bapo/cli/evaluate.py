@@ -1,6 +1,6 @@
 """Evaluates a model as the paper does: the mean over n sampled responses to each problem, on vLLM engines.
 
-A run that was killed continues with the same --out. Exit code 1: responses are left ungraded; 2: a flag is wrong.
+A killed run continues with the same --out. Exit code 1: some responses are ungraded; 2: a flag is wrong.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from openrlhf_bapo.command.flags import FlagError, exit_with_one_line
 from openrlhf_bapo.command.input_files import try_file
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
-# Between two progress lines, in seconds: on a terminal, where a line replaces the last, and in a file.
+# Seconds between progress lines: on a terminal, where a line replaces the last one, and in a file.
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
 
 
@@ -35,25 +35,29 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo evaluate", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="folder (as --ckpt.output_dir or --ckpt.save_hf wrote it) or hub name")
-    add("--data", required=True, nargs="+", metavar="FILE", help="JSONL files; metrics are by their lines' datasource")
-    add("--out", required=True, metavar="DIR", help="folder of the results, and of what a killed run continues from")
-    add("--input_key", default="input", help="of a line's prompt (%(default)s)")
-    add("--label_key", default="label", help="of a line's label (%(default)s)")
-    add("--apply_chat_template", action=argparse.BooleanOptionalAction, help="(on where the tokenizer has a template)")
-    add("--input_template", help="OpenRLHF's --data.input_template, with {} for the input (none)")
-    add("--max_problems", type=int, help="the first ones of each file (all)")
-    add("--n", type=int, default=16, help="responses to each problem (%(default)s)")
-    add("--temperature", type=float, default=0.6, help="(%(default)s)")
-    add("--top_p", type=float, default=1.0, help="(%(default)s)")
-    longest = f"{evaluation.MAX_NEW_TOKENS}, or what the model's length leaves beside the longest prompt"
-    add("--max_new_tokens", type=int, help=f"of a response ({longest})")
-    add("--seed", type=int, default=0, help="of sampling and of the intervals (%(default)s)")
-    add("--reward", help="reward-function file or URLs, as OpenRLHF's --reward.remote_url (the packaged math grader)")
-    add("--pass_at", type=int, nargs="+", metavar="K", help="the k of pass@k (powers of two up to n)")
-    add("--num_engines", type=int, help="vLLM engines (as many as the GPUs allow; 1 on the CPU)")
-    add("--tensor_parallel_size", type=int, default=1, help="GPUs of an engine (%(default)s)")
-    add("--gpu_memory_utilization", type=float, default=0.9, help="the part of a GPU's memory (%(default)s)")
+    add("--model", required=True, help="folder (from --ckpt.output_dir or --ckpt.save_hf), or name on the hub")
+    add("--data", required=True, nargs="+", metavar="FILE", help="JSONL files; metrics are grouped by datasource")
+    add("--out", required=True, metavar="DIR", help="folder of the results, from which a killed run continues")
+    add("--input_key", default="input", help="key of the prompt (default: %(default)s)")
+    add("--label_key", default="label", help="key of the label (default: %(default)s)")
+    add(
+        "--apply_chat_template",
+        action=argparse.BooleanOptionalAction,
+        help="default: if the tokenizer has one",
+    )
+    add("--input_template", help="OpenRLHF's --data.input_template, with {} for the input (default: none)")
+    add("--max_problems", type=int, help="evaluate only the first problems of each file (default: all)")
+    add("--n", type=int, default=16, help="responses per problem (default: %(default)s)")
+    add("--temperature", type=float, default=0.6, help="sampling temperature (default: %(default)s)")
+    add("--top_p", type=float, default=1.0, help="nucleus sampling (default: %(default)s)")
+    longest = f"default: {evaluation.MAX_NEW_TOKENS}, or fewer if the model is too short for the longest prompt"
+    add("--max_new_tokens", type=int, help=f"maximum tokens per response ({longest})")
+    add("--seed", type=int, default=0, help="seed of sampling and of the confidence intervals (default: %(default)s)")
+    add("--reward", help="reward-function file or URLs, like --reward.remote_url (default: the packaged math grader)")
+    add("--pass_at", type=int, nargs="+", metavar="K", help="values of k in pass@k (default: powers of two up to n)")
+    add("--num_engines", type=int, help="vLLM engines (default: as many as the GPUs allow; 1 on the CPU)")
+    add("--tensor_parallel_size", type=int, default=1, help="GPUs per engine (default: %(default)s)")
+    add("--gpu_memory_utilization", type=float, default=0.9, help="fraction of a GPU's memory (default: %(default)s)")
     return parser
 
 
@@ -80,7 +84,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    """Run what is not yet finished, write and print the results; the number of ungraded responses."""
+    """Evaluate the unfinished problems, write and print the results, and return the number of ungraded responses."""
     endpoints = evaluation.reward_endpoints(args.reward)
     problems = evaluation.read_problems(args.data, args.input_key, args.label_key, args.max_problems)
     evaluation.check_gpus(args.num_engines, args.tensor_parallel_size)
@@ -89,9 +93,9 @@ def _evaluate(args: argparse.Namespace) -> int:
         args.model,
         args.input_key,
         args.label_key,
-        args.apply_chat_template,
-        args.input_template,
-        args.max_new_tokens,
+        apply_chat_template=args.apply_chat_template,
+        input_template=args.input_template,
+        max_new_tokens=args.max_new_tokens,
     )
     if args.reward and args.reward.endswith(".py"):
         try_file("--reward", args.reward, "reward_func")
@@ -116,7 +120,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     for problem in problems:
         by_dataset.setdefault(problem.dataset, []).append(record.finished[problem.key])
     metrics = evaluation_metrics(by_dataset, args.pass_at, args.seed)
-    summary = evaluation.summarise(metrics, by_dataset)
+    summary = evaluation.summarize(metrics, by_dataset)
     results = record.write_results(summary)
     print(table(metrics, {dataset: len(problems) for dataset, problems in by_dataset.items()}))
     print(f"results: {results}")
@@ -138,19 +142,19 @@ def _generate(
     prompts: evaluation.Prompts,
     record: evaluation.EvaluationRecord,
 ) -> None:
-    """Append the responses to the `waiting` problems to `record`."""
+    """Generate the responses to the `waiting` problems and append them to `record`."""
     log_file = record.out / "engines.log"
     _say(f"starting engines, which log to {log_file}")
     terminal = sys.stderr
     with open(log_file, "a") as log, redirect_stdout(log), redirect_stderr(log):
         with evaluation.running_engines(
             args.model,
-            args.num_engines,
-            args.tensor_parallel_size,
-            args.gpu_memory_utilization,
-            evaluation.engine_seed(args.seed, len(record.finished)),
-            prompts.max_model_len,
-            endpoints,
+            num_engines=args.num_engines,
+            tensor_parallel_size=args.tensor_parallel_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            seed=evaluation.engine_seed(args.seed, len(record.finished)),
+            max_model_len=prompts.max_model_len,
+            endpoints=endpoints,
         ) as engines:
             progress = Progress(list(record.finished.values()), len(record.finished) + len(waiting), terminal)
             for problem, responses in evaluation.generate(
@@ -161,7 +165,7 @@ def _generate(
 
 
 class Progress:
-    """One line about what is finished; on a terminal it replaces itself."""
+    """A progress line, which replaces itself on a terminal."""
 
     def __init__(self, finished: list[list[GradedResponse]], num_problems: int, stream: TextIO) -> None:
         self._num_problems, self._stream = num_problems, stream
@@ -176,7 +180,7 @@ class Progress:
         self._sum += sum(response.reward or 0.0 for response in responses)
 
     def add(self, responses: list[GradedResponse]) -> None:
-        """Count a finished problem; show the line when it is time, and after the last problem."""
+        """Count a finished problem. Show the line if enough seconds have passed, and after the last problem."""
         self._count(responses)
         now, done = time.monotonic(), self._num_finished == self._num_problems
         if not done and now - self._last < (_EVERY_ON_TERMINAL if self._stream.isatty() else _EVERY_IN_FILE):
@@ -188,14 +192,14 @@ class Progress:
             f"mean reward {self._sum / self._num_responses:.3f}, "
             f"{per_problem * (self._num_problems - self._num_finished):.0f} s left"
         )
-        # Spaces over what a longer line has left.
+        # Padded with spaces, to cover a longer line before it.
         before, after = ("\r", "" if not done else "\n") if self._stream.isatty() else ("", "\n")
         self._stream.write(f"{before}{line:<78}{after}")
         self._stream.flush()
 
 
 def table(metrics: dict[str, dict[str, Estimate | None]], num_problems: dict[str, int]) -> str:
-    """The metrics as aligned text: a row a dataset, the interval beside the first metric."""
+    """Format the metrics as aligned text: one row per dataset, with an interval at the first metric."""
     names = list(metrics[MACRO_AVERAGE])
     rows = [["dataset", "problems", f"{names[0]} [{CONFIDENCE:.0%}]", *names[1:-1], "mean length"]]
     for dataset, estimates in metrics.items():

@@ -1,11 +1,11 @@
-"""The console script `openrlhf-bapo`: one command a file."""
+"""The console script `openrlhf-bapo`, with one file per command."""
 
 import importlib
 import re
 import sys
 from importlib import metadata
 
-# Module of each command, and the extra whose packages it needs.
+# Module of each command, and the extra that has its packages.
 COMMANDS = {
     "train": ("train_ppo_ray", "openrlhf"),
     "plan": ("plan", "openrlhf"),
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that the first argument names, with the arguments after it."""
+    """Run the command in the first argument with the arguments after it."""
     command, *arguments = sys.argv[1:] or [""]
     if command not in COMMANDS:
         sys.exit(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _missing(extra: str | None) -> list[str]:
-    """The packages that an extra names and that are not installed."""
+    """Packages of an extra that are not installed."""
     lines = [line for line in metadata.requires("openrlhf-bapo") or () if line.endswith(f'extra == "{extra}"')]
     return [name for name in (re.split(r"[^\w.-]", line)[0] for line in lines) if not _is_installed(name)]
 

@@ -1,4 +1,4 @@
-"""Checks a training command without starting anything, and prints its configuration and its plan on paper."""
+"""Checks a training command without starting anything, and prints its configuration and a plan of its resources."""
 
 import argparse
 import contextlib
@@ -12,22 +12,22 @@ from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {
-    "gpu_memory": "of one GPU, in GiB",
-    "gpu_tflops": "of one GPU in bf16",
-    "gpu_bandwidth": "of one GPU's memory, in GB/s",
-    "utilization": "part of the TFLOP/s that training reaches",
+    "gpu_memory": "memory of one GPU, in GiB",
+    "gpu_tflops": "bf16 TFLOP/s of one GPU",
+    "gpu_bandwidth": "memory bandwidth of one GPU, in GB/s",
+    "utilization": "fraction of the TFLOP/s that training reaches",
 }
 
 
 def main(argv: list[str]) -> None:
-    """`openrlhf-bapo plan` and a training command's flags; exits with 2 for a mistake, 1 for what does not fit."""
+    """Plan the training command with these flags. Exit code 2: a flag is wrong; 1: the run does not fit."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plan", description=__doc__, allow_abbrev=False)
     parser.error = exit_with_one_line
-    parser.add_argument("--plan.model", default=None, help="whose config.json to plan with (the actor's)")
-    parser.add_argument("--plan.response_tokens", type=int, default=None, help="mean length (that of the longest)")
+    parser.add_argument("--plan.model", default=None, help="model to plan with (default: the actor's)")
+    parser.add_argument("--plan.response_tokens", type=int, default=None, help="mean length (default: the longest)")
     for name, text in _MACHINE_HELP.items():
         default = getattr(Machine, name)
-        parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} ({default})")
+        parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} (default: {default})")
     ours, training = parser.parse_known_args(argv)
     ours = {name.removeprefix("plan."): value for name, value in vars(ours).items()}
     for name, value in ours.items():
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     from openrlhf_bapo.command import checks
     from openrlhf_bapo.command.arguments import parse
 
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF's remarks
+    with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF prints remarks
         args = parse(training, checks.FILES)
     try:
         shape = read_shape(given_model or args.actor.model_name_or_path)
@@ -57,11 +57,11 @@ def main(argv: list[str]) -> None:
 
 
 def configuration(args: SimpleNamespace) -> str:
-    """Every flag's value, a paragraph a group."""
+    """Format all flags and values, one paragraph per group."""
     paragraphs = []
     for group, values in sorted(vars(args).items()):
         if group == "logger" and values.wandb.key:
-            values.wandb.key = "(given)"  # a secret
+            values.wandb.key = "(given)"  # it is a secret
         nested = _flatten(values) if isinstance(values, SimpleNamespace) else None
         text = " ".join(f"{name}={value}" for name, value in nested) if nested else str(values)
         paragraphs.append(textwrap.fill(f"{group}: {text}", 118, initial_indent="  ", subsequent_indent="    "))
@@ -76,10 +76,11 @@ def _flatten(values: SimpleNamespace, prefix: str = "") -> list[tuple[str, objec
 
 
 def describe(plan: Plan, gpu_memory: float) -> str:
-    """The plan as text.
+    """Format a plan as text.
 
     Args:
-        gpu_memory: of one GPU, in GiB.
+        plan: from `make_plan`.
+        gpu_memory: memory of one GPU, in GiB.
     """
     lines = ["", "plan"]
     width = max(map(len, plan.facts))
@@ -91,7 +92,7 @@ def describe(plan: Plan, gpu_memory: float) -> str:
         lines += [f"  the largest, {largest.name}:"]
         lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in largest.terms]
     if plan.host:
-        lines += ["", "host memory (of each GPU; the replay pool once)"]
+        lines += ["", "host memory (per GPU; the replay pool once)"]
         lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in plan.host]
     lines += ["", *(f"does not fit: {problem}" for problem in plan.problems)]
     return "\n".join(lines if plan.problems else [*lines, "everything fits"])

@@ -1,4 +1,4 @@
-"""Draws runs' curves from their TensorBoard logs: reward, entropy, gradient norm, clip bounds, shares, staleness."""
+"""Draws curves of runs from their TensorBoard logs: reward, entropy, gradient norm, clip bounds, shares, staleness."""
 
 import argparse
 import csv
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
 
-# (title, {tag: label}); a panel without data is left out, so that runs without BAPO can be drawn too.
+# (title, {tag: label}). Panels without data are left out, so runs without BAPO can be drawn too.
 _PANELS = [
     ("reward of the rollouts", {"train/rollout/reward_mean": None}),
-    ("held-out accuracy", {}),  # tags depend on the data: every eval/*_pass1
+    ("held-out accuracy", {}),  # the tags depend on the data: all eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
     ("gradient norm", {"train/actor_grad_norm": None}),
     ("clip bounds (importance ratio)", {"train/bapo/clip_high": "upper", "train/bapo/clip_low": "lower"}),
@@ -44,7 +44,7 @@ _PANELS = [
     ),
 ]
 
-# What TRL and verl call otherwise; OpenRLHF has a train/reward too, beside the one that is drawn.
+# Names of the same metrics in TRL and verl. OpenRLHF also logs train/reward, beside the metric that is drawn.
 _ELSEWHERE = {
     "train/reward": "train/rollout/reward_mean",
     "train/entropy": "train/entropy_loss",
@@ -58,10 +58,10 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """All scalars of the event files under a directory, by OpenRLHF's names: tag -> (steps, values).
+    """Read all scalars of the event files under a directory, by OpenRLHF's names: tag -> (steps, values).
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if the directory has no scalars.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -83,11 +83,11 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> None:
-    """Write the curves as a PNG: of one run, or a group's mean over its runs in a band from the lowest to the highest.
+    """Write the curves as a PNG. A group of several runs is their mean, in a band from the lowest to the highest.
 
     Args:
-        groups: by label, the runs' scalars as `read_scalars` gives them.
-        target: the share that the search aims at, drawn as a line; None for no line.
+        groups: scalars of runs, from `read_scalars`, by label.
+        target: the search's target share, drawn as a line; None: no line.
         output: path of the PNG.
     """
     import matplotlib
@@ -105,17 +105,17 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    # Colours from dark to light and markers, so that groups differ in grey too.
-    colours = pyplot.get_cmap("viridis")([i / max(len(groups), 2) for i in range(len(groups))])
+    # Colors from dark to light, and markers, so that groups differ in gray too.
+    colors = pyplot.get_cmap("viridis")([i / max(len(groups), 2) for i in range(len(groups))])
     for axis, (title, tags) in zip(axes.flat, panels, strict=False):
         for place, (tag, tag_label) in enumerate(tags.items()):
-            for (label, runs), colour, marker in zip(groups.items(), colours, cycle("os^Dv*Px"), strict=False):
+            for (label, runs), color, marker in zip(groups.items(), colors, cycle("os^Dv*Px"), strict=False):
                 if not (curves := [scalars[tag] for scalars in runs if tag in scalars]):
                     continue
                 steps, mean, lowest, highest = _over_runs(curves)
                 style = {"marker": marker, "markersize": 4, "markevery": max(1, len(steps) // 12)}
                 if len(groups) > 1:
-                    style |= {"color": colour, "linestyle": _LINE_STYLES[place % len(_LINE_STYLES)]}
+                    style |= {"color": color, "linestyle": _LINE_STYLES[place % len(_LINE_STYLES)]}
                 elif len(steps) >= 25:
                     style = {}
                 parts = [label] * (len(groups) > 1) + [tag_label] * (tag_label is not None)
@@ -125,7 +125,7 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
         if "share" in title and target is not None:
             axis.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target {target:g}")
         if "bounds" in title:
-            axis.axhline(1.0, color="grey", linestyle=":", linewidth=1)
+            axis.axhline(1.0, color="gray", linestyle=":", linewidth=1)
         axis.set(title=title, xlabel="global step")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
@@ -135,7 +135,7 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
 
 
 def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
-    """(steps that all runs have, mean, lowest, highest)."""
+    """Return (steps that all runs have, mean, lowest, highest)."""
     by_step = [dict(zip(*curve, strict=True)) for curve in curves]
     steps = sorted(set.intersection(*map(set, by_step)))
     values = [[values[step] for values in by_step] for step in steps]
@@ -143,7 +143,7 @@ def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], 
 
 
 def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
-    """One row a logged number: label, which of its runs (from 0), tag, global step, value."""
+    """Write one row per logged number: label, index of the run in its label, tag, global step, value."""
     with open(file, "w", newline="") as output:
         rows = csv.writer(output)
         rows.writerow(["label", "run", "tag", "step", "value"])
@@ -154,17 +154,17 @@ def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Draw and print the picture's path."""
+    """Draw, and print the path of the picture."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plot", description=__doc__)
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="[LABEL=]RUN",
-        help="a run's folder, or its --logger.tensorboard_dir; runs of one label, such as seeds, become one line",
+        help="folder of a run, or its --logger.tensorboard_dir; runs of one label, such as seeds, become one line",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="path of the PNG")
-    parser.add_argument("--target", type=float, default=None, help="the run's positive contribution target")
-    parser.add_argument("--csv", type=Path, default=None, help="also write every number that was logged")
+    parser.add_argument("--target", type=float, default=None, help="target of the positive share, drawn as a line")
+    parser.add_argument("--csv", type=Path, default=None, help="also write all logged numbers to this file")
     args = parser.parse_args(argv)
     groups = {}
     for run in args.runs:

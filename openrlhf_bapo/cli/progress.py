@@ -1,6 +1,6 @@
-"""Follows a training run: keeps its whole output in a file, shows one line per step and per evaluation.
+"""Follows a training run: writes its whole output to a file, and shows one line per step and per evaluation.
 
-Where a step takes minutes, a line a minute says how far it has come.
+During a long step, one line per minute shows its progress.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at ste
 _BAR = re.compile(r"(Generate samples|Train epoch \[\d+/\d+\]): +\d+%\|[^|]*\| (\d+/\d+) \[")  # tqdm's
 _BARS = {"Generate samples": "prompts", "Train epoch": "micro-batches of a rank"}
 _QUIET_SECONDS = 60
-"""After which a step's progress is shown."""
+"""Seconds without a line, after which the progress of the step is shown."""
 
 _COLUMNS = {
     "reward": "rollout/reward_mean",
@@ -28,13 +28,13 @@ _COLUMNS = {
     "grad norm": "actor_grad_norm",
     "seconds": "timing/step_total",
 }
-# As `openrlhf-bapo train` says it, on a line of its own; Ray puts a name before the lines of other processes.
+# `openrlhf-bapo train` prints these at the start of a line. Ray puts a name before the lines of other processes.
 _OURS, _COMPLETE = "openrlhf-bapo: ", "openrlhf-bapo: the run is complete"
 _LINES_AT_FAILURE = 10
 
 
 def describe(line: str) -> str | None:
-    """What a person wants to see of one line of a run's output, or None."""
+    """Shorten one line of a run's output for a person, or return None if it need not be shown."""
     if line.startswith(_OURS):
         return line.rstrip("\n")
     if match := _STEP.search(line):
@@ -48,7 +48,7 @@ def describe(line: str) -> str | None:
 
 
 def describe_bar(line: str) -> str | None:
-    """How far a step has come, from a line with OpenRLHF's bars, or None; the last one holds."""
+    """Describe the progress of a step from the last progress bar in a line; None if it has no bar."""
     if not (bars := _BAR.findall(line)):
         return None
     name, done = bars[-1]
@@ -57,7 +57,7 @@ def describe_bar(line: str) -> str | None:
 
 
 def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
-    """(global step, pass rates by name) of a line that reports an evaluation, else None."""
+    """Return (global step, pass rates by name) from a line that reports an evaluation, else None."""
     if match := _EVALUATION.search(line):
         metrics = ast.literal_eval(match[2])
         return int(match[1]), {k.removeprefix("eval_"): v for k, v in metrics.items() if re.search(r"_pass\d+$", k)}
@@ -65,9 +65,9 @@ def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
 
 
 def main(argv: list[str]) -> None:
-    """Read a run's output from standard input until it ends; `--every N` thins out the steps shown."""
+    """Read a run's output from standard input until it ends."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo progress", description=__doc__)
-    parser.add_argument("--log", required=True, help="file that the whole output goes to")
+    parser.add_argument("--log", required=True, help="file for the whole output")
     parser.add_argument("--every", type=int, default=1, help="show every N-th step")
     args = parser.parse_args(argv)
 
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
     if not is_complete:
         if not any(line.startswith(_OURS) for line in last):
             sys.stderr.writelines(last)
-            print("the command ended here without a word, as a process does that is killed", file=sys.stderr)
+            print("the command ended here without a message, so it was probably killed", file=sys.stderr)
         print(f"openrlhf-bapo: the whole output is in {args.log}", file=sys.stderr)
     elif len(evaluations) > 1:
         (first, before), (last_step, after) = evaluations[0], evaluations[-1]

@@ -15,7 +15,7 @@ LARGEST_BODY = 64 << 20  # bytes; 500 responses of 32,000 tokens
 
 
 class _RequestError(Exception):
-    """A request that does not follow the protocol: the status, and one line."""
+    """A request that does not follow the protocol; has the HTTP status and one line of text."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -23,10 +23,10 @@ class _RequestError(Exception):
 
 
 def parse_request(body: bytes) -> tuple[list[str], list[str]]:
-    """Responses and gold answers of a request as OpenRLHF's `_fetch_rewards_via_http` (utils/agent.py) sends it.
+    """Read responses and gold answers from a request of OpenRLHF's `_fetch_rewards_via_http` (utils/agent.py).
 
     Raises:
-        _RequestError: with what is wrong.
+        _RequestError: at the first mistake.
     """
     try:
         request = json.loads(body)
@@ -47,15 +47,15 @@ def parse_request(body: bytes) -> tuple[list[str], list[str]]:
 
 
 def make_app(grader: MathGrader):
-    """The FastAPI application: POST /get_reward, GET /health."""
+    """Make the FastAPI application: POST /get_reward, GET /health."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
 
-    app = FastAPI(openapi_url=None)  # which also leaves out /docs and /redoc
+    app = FastAPI(openapi_url=None)  # also leaves out /docs and /redoc
 
     async def read_body(request: Request) -> bytes:
         chunks, length = [], 0
-        async for chunk in request.stream():  # to the end, since a client that still sends would not see the answer
+        async for chunk in request.stream():  # read to the end: a client that is still sending would not see the answer
             length += len(chunk)
             if length <= LARGEST_BODY:
                 chunks.append(chunk)
@@ -70,7 +70,7 @@ def make_app(grader: MathGrader):
         except _RequestError as error:
             return JSONResponse({"error": str(error)}, status_code=error.status)
         try:
-            # In a thread, since a long text or the start of the workers would hold the others up.
+            # In a thread, since a long text or the start of the workers would delay other requests.
             futures = await asyncio.to_thread(lambda: [*map(grader.submit, responses, golds)])
             grades = await asyncio.gather(*map(asyncio.wrap_future, futures))
         except asyncio.CancelledError:
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
 
     grader = MathGrader(args.workers, args.time_limit)
     config = uvicorn.Config(make_app(grader), log_level="warning", timeout_graceful_shutdown=1)
-    # uvicorn shuts down on a signal, then raises it again for whoever handled it before.
+    # uvicorn shuts down on a signal, then raises it again for the handler that was there before.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     host, port = listener.getsockname()[:2]
     print(f"grading math answers at http://{host}:{port}/get_reward with {args.workers} workers", flush=True)

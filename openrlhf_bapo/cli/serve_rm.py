@@ -9,6 +9,6 @@ UPSTREAM = "openrlhf.cli.serve_rm"
 
 
 def main(argv: list[str]) -> None:
-    """Serve, with OpenRLHF's own flags (`openrlhf-bapo serve-rm --help`), until the process is ended."""
+    """Serve until the process is stopped. All flags are OpenRLHF's (`openrlhf-bapo serve-rm --help`)."""
     sys.argv = [UPSTREAM, *argv]
     runpy.run_module(UPSTREAM, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Draws which tokens a run clipped, and which it kept that a fixed range would not, from its `--bapo.dump_tokens`."""
+"""Draws the tokens that a run clipped, and those that a fixed range would have clipped, from `--bapo.dump_tokens`."""
 
 import argparse
 import csv
@@ -9,16 +9,16 @@ import numpy as np
 from openrlhf_bapo.command.flags import exit_with_one_line
 
 FIXED = (0.8, 1.2)
-"""The range that a run is compared with, PPO's."""
+"""The fixed range that a run is compared with: PPO's."""
 
 RATIO_EDGES = (0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.01, 1.1, 1.2, 1.5, 2, 3, np.inf)
-"""Of the bins of the importance ratio; each has its lower edge."""
+"""Edges of the bins of the importance ratio; a bin includes its lower edge."""
 
 SIGNS = {"positive": 1, "negative": -1}
 
 FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the run clips", "clipped by both")
 
-# Which are read.
+# The columns that are read.
 _COLUMNS = (
     "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness optimizer_steps"
 ).split()
@@ -29,14 +29,14 @@ class TokensError(ValueError):
 
 
 def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """The tokens that a run has dumped, one array a column of its files.
+    """Read the tokens that a run has dumped, one array per column.
 
     Args:
         run: a run's folder, or its TensorBoard folder.
-        step: of this global step alone; None: of all that were dumped.
+        step: the only global step to read; None: all dumped steps.
 
     Raises:
-        TokensError: if there are none, or if a file cannot be read.
+        TokensError: if there are no tokens, or if a file cannot be read.
     """
     import pyarrow
     from pyarrow import parquet
@@ -47,7 +47,7 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
         raise TokensError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
     if step is not None and step not in files.values():
-        raise TokensError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, which were dumped")
+        raise TokensError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, the dumped steps")
     tables = []
     for file, of_step in files.items():
         if step in (None, of_step):
@@ -56,19 +56,19 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
             except (OSError, pyarrow.ArrowInvalid) as error:
                 raise TokensError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
             if missing := [name for name in _COLUMNS if name not in table.column_names]:
-                raise TokensError(f"{file}: has no column {', '.join(missing)}; written by --bapo.dump_tokens?")
+                raise TokensError(f"{file}: has no column {', '.join(missing)}; allowed: --bapo.dump_tokens' files")
             tables.append(table.select(_COLUMNS))
     table = pyarrow.concat_tables(tables)
     return {name: table[name].to_numpy() for name in _COLUMNS}
 
 
 def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """The tokens with a positive and those with a negative advantage, and what became of them under either range.
+    """Split the tokens by the sign of their advantage, and add their fate under the run's range and the fixed one.
 
-    Adds "fate", an index into `FATES`. Dual clip, which a run with a fixed range would have too, clips in both. Tokens
-    whose advantage is 0, or that have no finite ratio or entropy, are in neither.
+    The column "fate" is an index into `FATES`. Dual clip counts in both ranges, since a run with a fixed range would
+    use it too. Tokens with advantage 0, or without a finite ratio and entropy, are left out.
     """
-    # Compared as the loss does, in the ratio's own precision.
+    # Compare in the precision of the ratio, as the loss does.
     ratio, advantage = tokens["ratio"], tokens["advantage"]
     beyond = np.where(advantage > 0, ratio > FIXED[1], ratio < FIXED[0])
     ours, fixed = tokens["clipped"] | tokens["dual_clipped"], beyond | tokens["dual_clipped"]
@@ -79,15 +79,15 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
-    """The numbers behind the picture: of each sign the tokens by bin of the ratio, and by fate.
+    """Compute the numbers behind the picture: tokens by bin of the ratio and by fate, for each sign.
 
     Args:
-        signs: as `by_sign` gives them.
+        signs: from `by_sign`.
 
     Returns:
-        Rows with "sign", "by" ("ratio" or "fate"), "group" (the bin as LOW-HIGH, or the fate), "num_tokens",
-        "fraction" (of the sign's tokens), and the means "entropy" (nats), "entropy_error" (its standard error) and
-        "probability"; NaN where there is no token, or only one for the error.
+        Rows with "sign", "by" ("ratio" or "fate"), "group" (the bin as LOW-HIGH, or the fate), "num_tokens", "fraction"
+        (of the sign's tokens), the means "entropy" (nats) and "probability", and "entropy_error" (standard error).
+        Means of no token, and errors of fewer than two, are NaN.
     """
     rows = []
     for sign, tokens in signs.items():
@@ -118,7 +118,7 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
     """Write the picture as a PNG.
 
     Args:
-        tokens: as `read_tokens` gives them.
+        tokens: from `read_tokens`.
         output: path of the PNG.
     """
     import matplotlib
@@ -140,16 +140,17 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
 
 def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) -> None:
-    """Probability against importance ratio, with the bound that clips this sign."""
+    """Draw probability against importance ratio, with the bound that clips this sign."""
     from matplotlib.colors import ListedColormap
 
     low, high = 1 / 8, 8
-    ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)  # the rest: at the edge
+    # Values beyond the axes are drawn at their edges.
+    ratio, probability = tokens["ratio"].clip(low, high), tokens["probability"].clip(least, 1)
     if num_tokens := len(ratio):
         extent = [np.log10(edge) for edge in (low, high, least, 1)]
-        greys = ListedColormap([str(shade) for shade in np.linspace(0.75, 0, 256)])  # darker than the band
+        grays = ListedColormap([str(shade) for shade in np.linspace(0.75, 0, 256)])  # darker than the band
         density = axis.hexbin(
-            ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=greys
+            ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=grays
         )
         axis.figure.colorbar(density, ax=axis, label="tokens")
         bound = tokens["clip_high" if sign == "positive" else "clip_low"]
@@ -170,7 +171,7 @@ def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) 
 
 
 def _draw_entropy(axis, rows: list[dict]) -> None:
-    """Mean entropy by bin of the ratio, with its standard error."""
+    """Draw the mean entropy by bin of the ratio, with its standard error."""
     labels = list(dict.fromkeys(row["group"] for row in rows))
     for sign, style, shift in (("positive", "o-", -0.08), ("negative", "s--", 0.08)):
         means, errors = ([row[name] for row in rows if row["sign"] == sign] for name in ("entropy", "entropy_error"))
@@ -191,13 +192,13 @@ def _draw_entropy(axis, rows: list[dict]) -> None:
 
 
 def _draw_fates(axis, rows: list[dict]) -> None:
-    """What became of the tokens that either range clips, in percent of their sign's."""
+    """Draw the fate of the tokens that either range clips, in percent of all tokens of their sign."""
     width, names = 0.27, list(SIGNS)
     looks = zip(FATES[1:], ("//", "..", ""), ("white", "0.85", "0.4"), strict=True)
-    for place, (fate, hatch, colour) in enumerate(looks):
+    for place, (fate, hatch, color) in enumerate(looks):
         of_fate = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, fate)]
         left = np.arange(len(names)) + (place - 1) * width
-        style = {"hatch": hatch, "color": colour, "edgecolor": "black", "linewidth": 0.8}
+        style = {"hatch": hatch, "color": color, "edgecolor": "black", "linewidth": 0.8}
         bars = axis.bar(left, [100 * row["fraction"] for row in of_fate], width * 0.92, label=fate, **style)
         texts = [f"{row['num_tokens']:,}" + f"\nH {row['entropy']:.2f}" * (row["num_tokens"] > 0) for row in of_fate]
         axis.bar_label(bars, texts, fontsize="small", padding=2)
@@ -217,20 +218,20 @@ def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarra
     return (
         f"{num_tokens:,} sampled tokens of {span}; {num_tokens - drawn:,} without an advantage, or without a finite "
         f"ratio and entropy, are left out. Staleness: up to\n{versions} versions, {optimizer_steps} optimizer steps. "
-        "Band: the range of the updates' bounds, of which each token is judged by its own. H: mean entropy in nats. A "
-        "point\nwithout an error is one token. After the paper's Figures 5 and 10 (arXiv 2510.18927), from this run's "
-        "tokens; bins, errors and the comparison are ours."
+        "Band: the range of the bounds of all updates; each token is compared with the bounds of its update. H: mean\n"
+        "entropy in nats. A point without an error bar is one token. After the paper's Figures 5 and 10 (arXiv "
+        "2510.18927), from this run's tokens;\nbins, errors and the comparison are ours."
     )
 
 
 def main(argv: list[str]) -> None:
-    """Draw and print the picture's path."""
+    """Draw, and print the path of the picture."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo tokens", description=__doc__)
     parser.error = exit_with_one_line
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its --logger.tensorboard_dir")
-    parser.add_argument("-o", "--output", type=Path, default=None, help="path of the PNG (tokens.png in RUN)")
-    parser.add_argument("--step", type=int, default=None, help="this global step's tokens alone")
-    parser.add_argument("--csv", type=Path, default=None, help="also write the numbers behind the picture")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or its --logger.tensorboard_dir")
+    parser.add_argument("-o", "--output", type=Path, default=None, help="path of the PNG (default: tokens.png in RUN)")
+    parser.add_argument("--step", type=int, default=None, help="draw only the tokens of this global step")
+    parser.add_argument("--csv", type=Path, default=None, help="also write the numbers behind the picture to this file")
     args = parser.parse_args(argv)
     output = args.output or args.run / "tokens.png"
     try:

@@ -1,4 +1,4 @@
-"""`openrlhf.cli.train_ppo_ray` with BAPO: all of its flags and ours, in the same Ray pipeline."""
+"""Runs `openrlhf.cli.train_ppo_ray` with BAPO: its flags and ours, in the same Ray pipeline."""
 
 import argparse
 import functools
@@ -15,12 +15,12 @@ from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train. Flags from `argv`, or from the command line; a mistake ends with one line and exit code 2.
+    """Train. Flags come from `argv`, or from the command line; a mistake ends with one line and exit code 2.
 
-    Whatever else ends it, the last lines on stderr say why and what is saved, and the exit code is 1; 143 after SIGTERM
-    and 130 after Ctrl-C.
+    After any other failure, the last lines on stderr name the cause and what is saved. The exit code is then 1, 143
+    after SIGTERM, or 130 after Ctrl-C.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command starts with none
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands without one
     values, signals, failures, engines, started = {}, [], [], [], []
     watch_engines(engines, failures)
 
@@ -37,14 +37,14 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(128 + signal.SIGINT)
         if not started or isinstance(error, SystemExit):
             raise
-        if not failures and isinstance(error, RuntimeError):  # as that of a connection that broke
+        if not failures and isinstance(error, RuntimeError):  # such as a broken connection
             error = find_dead_engine(engines) or error
         _end(failures[0] if failures else error, values, signals)
     print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
 
 
 def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
-    """Say what has ended the run, after all that its processes say."""
+    """Print the cause of the end after all output of the processes, and exit."""
     import ray
 
     from openrlhf_bapo.command.failures import describe_failure
@@ -52,7 +52,7 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
     leave_signals()
     traceback.print_exception(error)
     lines = describe_failure(error, values, signals)
-    ray.shutdown()  # nobody prints any more
+    ray.shutdown()  # from here on, no process prints
     sys.stdout.flush()
     for line in lines:
         print(f"openrlhf-bapo: {line}", file=sys.stderr, flush=True)
@@ -60,9 +60,9 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
 
 
 def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
-    """Let OpenRLHF's `ray.init`, which comes after its own checks, set up every worker with our registration.
+    """Let OpenRLHF's `ray.init`, which follows its own checks, register our parts in every worker.
 
-    From then on `signals` gets the numbers of those that come.
+    From then on `signals` gets the number of each signal.
     """
     import ray
     import torch
@@ -80,7 +80,7 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
     def init(*positional, runtime_env=None, **kwargs):
         runtime_env = {**(runtime_env or {}), "worker_process_setup_hook": WORKER_SETUP_HOOK}
         context = upstream(*positional, runtime_env=runtime_env, **kwargs | resources)
-        catch_signals(signals, vars(args)["ckpt.on_interrupt"])  # Ray has just set handlers of its own
+        catch_signals(signals, vars(args)["ckpt.on_interrupt"])  # Ray has just set its own handlers
         return context
 
     ray.init = init

@@ -1,1 +1,1 @@
-"""What the command line knows: flags, checks before a run, plans, evaluation, signals and failures."""
+"""The parts of the commands: flags, checks before a run, plans, evaluation, signals and failures."""

@@ -1,4 +1,4 @@
-"""OpenRLHF's own parsing and checking of a training command, which lives in its main block, with our flags in it."""
+"""Parses and checks a training command with OpenRLHF's own main block and our flags in it."""
 
 import argparse
 import runpy
@@ -16,7 +16,7 @@ UPSTREAM = "openrlhf.cli.train_ppo_ray"
 
 
 class _Checked(BaseException):
-    """Ends OpenRLHF's main block where it would start Ray."""
+    """Ends OpenRLHF's main block before it starts Ray."""
 
 
 def run_upstream(
@@ -29,26 +29,26 @@ def run_upstream(
 
     Args:
         argv: OpenRLHF's flags and ours; a mistake ends the process with one line and exit code 2.
-        prepare: called with the parsed arguments, flat, when we have checked them and before OpenRLHF does.
-        start: called when OpenRLHF has checked them too, before it starts Ray.
-        depth: of our checks, as `checks.check` has it.
+        prepare: called with the parsed arguments, flat, after our checks and before OpenRLHF's.
+        start: called after OpenRLHF's checks, before it starts Ray.
+        depth: of our checks, as in `checks.check`.
     """
-    check_flags(argv)
-    early = checks.load_early(argv) if depth >= checks.FILES else []
+    ours = check_flags(argv)
+    early = checks.load_early(ours) if depth >= checks.FILES else []
     register()
     import ray
 
     upstream_parse_args, upstream_argv = argparse.ArgumentParser.parse_args, sys.argv
     upstream_is_initialized = ray.is_initialized
 
-    def parse_args(parser: argparse.ArgumentParser, *args, **kwargs) -> argparse.Namespace:
-        argparse.ArgumentParser.parse_args = upstream_parse_args  # for this one parser
+    def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        argparse.ArgumentParser.parse_args = upstream_parse_args  # only OpenRLHF's own parser gets our flags
         add_flags(parser)
         parser.error = exit_with_one_line
-        parsed = upstream_parse_args(parser, *args, **kwargs)
+        parsed, given = _parse(parser)
         try:
             resolve_flags(parsed)
-            checks.check(parsed, _given(parser), depth, early)
+            checks.check(parsed, given, depth, early)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
         except (FlagError, ReplayPoolError) as error:
@@ -67,8 +67,8 @@ def run_upstream(
         runpy.run_module(UPSTREAM, run_name="__main__")
     except AssertionError as error:
         if ray.is_initialized is not is_initialized:
-            raise  # training's own
-        exit_with_one_line(str(error))  # how OpenRLHF refuses
+            raise  # an error of the training itself
+        exit_with_one_line(str(error))  # OpenRLHF refuses flags by assertions
     finally:
         argparse.ArgumentParser.parse_args, sys.argv = upstream_parse_args, upstream_argv
         ray.is_initialized = upstream_is_initialized
@@ -76,21 +76,32 @@ def run_upstream(
             file.end()
 
 
-def _given(parser: argparse.ArgumentParser) -> set[str]:
-    """The names of the flags on the command line: argparse fills in a default only where nothing stands yet."""
-    nothing = object()
-    parsed = parser.parse_args(namespace=argparse.Namespace(**{action.dest: nothing for action in parser._actions}))
-    return {name for name, value in vars(parsed).items() if value is not nothing}
+def _parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, set[str]]:
+    """Parse the command line; return the arguments and the names of those that were given.
+
+    argparse sets a default only where the namespace has no value yet. So a mark stays where a flag is not given.
+    """
+    mark = object()
+    actions = [action for action in parser._actions if action.default is not argparse.SUPPRESS]
+    parsed = parser.parse_args(namespace=argparse.Namespace(**{action.dest: mark for action in actions}))
+    given = {name for name, value in vars(parsed).items() if value is not mark}
+    for action in actions:
+        if getattr(parsed, action.dest) is mark:
+            setattr(parsed, action.dest, action.default)
+    return parsed, given
 
 
 def parse(argv: list[str], depth: int = checks.FLAGS) -> argparse.Namespace:
-    """The arguments that `argv` would train with: parsed, checked by OpenRLHF and by us, and nested. Starts nothing.
+    """Parse and check the arguments that `argv` would train with, without starting anything.
 
     A mistake ends the process with one line and exit code 2.
 
     Args:
         argv: OpenRLHF's flags and ours.
-        depth: of our checks, as `checks.check` has it.
+        depth: of our checks, as in `checks.check`.
+
+    Returns:
+        The arguments as OpenRLHF nests them.
     """
     from openrlhf.utils import config
 

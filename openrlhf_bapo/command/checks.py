@@ -1,10 +1,8 @@
-"""What can be known of a command before Ray starts: what is allowed, flag by flag, then files, folders and machine.
+"""Checks of a training command before Ray starts: every flag alone, flags together, files, and the machine.
 
-A mistake that is found here costs seconds; found by an engine it costs minutes, or the run waits for ever. OpenRLHF and
-our own flags alone are checked first (`FLAGS`), then what they name (`FILES`), then this machine (`MACHINE`).
+A mistake costs seconds here. Found by an engine, it costs minutes, or the run waits forever.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import math
@@ -16,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
+from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.flags import FlagError
 from openrlhf_bapo.command.input_files import (
     LoadedFile,
@@ -30,7 +29,7 @@ from openrlhf_bapo.command.input_files import (
 )
 
 FLAGS, FILES, MACHINE = range(3)
-"""How far `check` goes; each includes those before. A dry run ends with the files that are there, training goes on."""
+"""Depths of `check`: the flags; also the files that they name; also this machine, where data and models must exist."""
 
 _NUMBERS = (
     (
@@ -77,9 +76,9 @@ _NUMBERS = (
     ("up to 1", lambda v: -math.inf < v <= 1, "reward.stop_properly_penalty_coef"),
     ("a finite number", math.isfinite, "actor.entropy_coef"),
 )
-"""What is allowed, and for which of OpenRLHF's flags. Ours are checked by the settings that they make."""
+"""The allowed values, as text and as a test, of OpenRLHF's flags. Our settings' classes check our flags."""
 
-# Those of transformers that need nothing that OpenRLHF does not give them.
+# The schedulers of transformers that work with the arguments that OpenRLHF passes.
 _SCHEDULERS = (
     "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt cosine_with_min_lr "
     "cosine_warmup_with_min_lr"
@@ -100,11 +99,18 @@ _TEXTS = (
 
 _PAIRS = ("reward.clip_range", "algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold")
 
-_IDLE = (
+_SWITCHES = (
     ("replay.ratio", "capacity max_staleness max_reuse strategy skip_uninformative seed"),
     ("partial.token_budget", "oversample max_segments max_staleness on_stale"),
 )
-"""A flag, and those of its group that do nothing without it."""
+"""A flag that switches its group on, and the flags that do nothing without it."""
+
+_REWARD_SOURCES = {
+    "patience": ["reward.remote_url"],
+    "timeout": ["reward.remote_url"],
+    "max_drop_rate": ["reward.remote_url", "train.agent_func_path"],
+}
+"""The flags of which one must be given, by flag of --reward_fault."""
 
 _PACKAGES = {
     "logger.wandb.key": "wandb",
@@ -113,19 +119,19 @@ _PACKAGES = {
     "ds.use_liger_kernel": "liger_kernel",
     "ds.load_in_4bit": "bitsandbytes",
 }
-"""What a flag needs that OpenRLHF's installation may lack."""
+"""Packages that a flag needs and that OpenRLHF's installation may lack."""
 
 _REWARDS = "a reward-function file (.py), or HTTP URLs, comma-separated"
 
 
 def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFile] = ()) -> None:
-    """Refuse what is wrong, and say in one line each on stderr what is probably not meant.
+    """Refuse the first mistake, and warn on stderr of each value that is probably a mistake.
 
     Args:
         args: flat, names with dots; OpenRLHF's flags as it parsed them, ours as `resolve_flags` left them.
-        given: the names of the flags on the command line.
-        depth: `FLAGS`, `FILES` or `MACHINE`. Without the last, data and models may be missing.
-        early: what `load_early` has started.
+        given: names of the flags on the command line.
+        depth: `FLAGS`, `FILES` or `MACHINE`. Without `MACHINE`, data and models may be missing.
+        early: the files that `load_early` has started to load.
 
     Raises:
         FlagError: at the first mistake.
@@ -134,9 +140,9 @@ def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFi
 
     nested = hierarchize(args)
     _check_values(vars(args))
-    _check_idle(vars(args), given)
-    _refuse_first(clashes(nested, None, None))
-    _check_replay(nested)
+    _check_useless(vars(args), given)
+    _warn_of_values(vars(args), given)
+    _refuse_first(find_clashes(nested))
     if depth >= FILES:
         is_training = depth == MACHINE
         loading = list(_start_loading(nested.train.agent_func_path, nested.reward.remote_url, early))
@@ -154,16 +160,18 @@ def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFi
                 file.end()
 
 
-def _say(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+def _refuse_first(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise FlagError(problem)
 
 
 def _check_values(values: dict) -> None:
-    for allowed, holds, names in _NUMBERS:
+    """Refuse a value outside its own range, whatever the other flags are."""
+    for allowed, is_allowed, names in _NUMBERS:
         for name in names.split():
             value = values[name]
-            if value is not None and not all(map(holds, value if isinstance(value, list | tuple) else [value])):
-                raise FlagError(f"--{name} {_say(value)}: allowed: {allowed}")
+            if value is not None and not all(map(is_allowed, value if isinstance(value, list | tuple) else [value])):
+                raise FlagError(f"--{name} {_shown(value)}: allowed: {allowed}")
     for allowed, pattern, names in _TEXTS:
         for name in names.split():
             if values[name] is not None and not re.fullmatch(pattern, str(values[name]), re.DOTALL):
@@ -171,25 +179,32 @@ def _check_values(values: dict) -> None:
     for name in _PAIRS:
         bounds = values[name]
         if len(bounds) > 1 and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-            raise FlagError(f"--{name} {_say(bounds)}: allowed: LOW HIGH, LOW below HIGH")
+            raise FlagError(f"--{name} {_shown(bounds)}: allowed: LOW HIGH, LOW below HIGH")
 
 
-def _check_idle(values: dict, given: set[str]) -> None:
-    """Refuse flags of ours that do nothing, as `--bapo.*` without bapo; name OpenRLHF's."""
-    for needed, names in _IDLE:
-        group, _ = needed.split(".")
-        for name in names.split():
-            # Who gives the value 0 has switched a recipe's replay off, and leaves its settings.
-            if f"{group}.{name}" in given and not values[needed] and needed not in given:
-                raise FlagError(f"--{group}.{name} {values[f'{group}.{name}']}: does nothing without --{needed}")
-    asked = {"reward.remote_url": ("patience", "timeout", "max_drop_rate"), "train.agent_func_path": ("max_drop_rate",)}
-    useful = {name for source, names in asked.items() if values[source] for name in names}
-    for name in ("patience", "timeout", "max_drop_rate"):
-        if f"reward_fault.{name}" in given and name not in useful:
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _check_useless(values: dict, given: set[str]) -> None:
+    """Refuse given flags of ours that do nothing."""
+    for switch, names in _SWITCHES:
+        if values[switch] or switch in given:
+            continue  # an explicit 0 disables a recipe's group and leaves its settings
+        group, _ = switch.split(".")
+        for name in (f"{group}.{name}" for name in names.split()):
+            if name in given:
+                raise FlagError(f"--{name} {values[name]}: does nothing without --{switch}")
+    for name, sources in _REWARD_SOURCES.items():
+        if f"reward_fault.{name}" in given and not any(values[source] for source in sources):
             value = values[f"reward_fault.{name}"]
             raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without --reward.remote_url")
     if values["eval.at_start"] and not values["eval.dataset"]:
         raise FlagError("--eval.at_start: does nothing without --eval.dataset")
+
+
+def _warn_of_values(values: dict, given: set[str]) -> None:
+    """Warn of OpenRLHF's flags that do nothing, or that are probably not meant."""
     for name in ("eval.steps", "eval.temperature", "eval.n_samples_per_prompt"):
         if name in given and not values["eval.dataset"] and values[name] != -1:
             warn(f"--{name} {values[name]} does nothing without --eval.dataset")
@@ -202,141 +217,7 @@ def _check_idle(values: dict, given: set[str]) -> None:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
 
 
-def clashes(args: Namespace, num_heads: int | None, length: int | None) -> list[str]:
-    """What OpenRLHF, DeepSpeed or vLLM would refuse only after Ray has started, a line each.
-
-    Args:
-        args: nested.
-        num_heads: attention heads of the actor's model; None: not known.
-        length: its positions, in tokens; None: not known.
-    """
-    rollout, train, ds, vllm = args.rollout, args.train, args.ds, args.vllm
-    num_gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
-    ranks_per_sample = ds.ring_attn_size * ds.tensor_parallel_size
-    num_ranks = num_gpus // ranks_per_sample
-    at_once = num_ranks * (1 if train.dynamic_batch_enable else train.micro_batch_size)
-    samples = rollout.batch_size * rollout.n_samples_per_prompt
-    response = rollout.max_new_tokens or 0
-    engine_gpus = (vllm.num_engines or 0) * vllm.tensor_parallel_size
-    estimator = args.algo.advantage.estimator
-    has_reference = args.algo.kl.init_coef > 0
-    overlong = args.reward.overlong_buffer_len or 0
-    accumulation = (ds.grad_accum_dtype or "").replace("bfloat", "bf").replace("float", "fp")
-    template = args.data.input_template
-    reward_sources = (args.reward.remote_url, train.agent_func_path, args.reward.model_name_or_path)
-    found = {
-        "--actor.model_name_or_path: is missing; allowed: a model's folder, or its name on the hub": (
-            not args.actor.model_name_or_path
-        ),
-        "--data.prompt_dataset: is missing; allowed: a file or folder of prompts, or a dataset's name on the hub": (
-            not args.data.prompt_dataset
-        ),
-        "--reward.remote_url: is missing, so nothing rewards a response; allowed: a reward-function file or HTTP URLs, "
-        "or --reward.model_name_or_path, or --train.agent_func_path": not any(reward_sources),
-        f"--vllm.num_engines {vllm.num_engines}: allowed: 1 or more; OpenRLHF rolls out with vLLM alone": (
-            not vllm.num_engines
-        ),
-        f"--rollout.n_samples_per_prompt {rollout.n_samples_per_prompt}: --algo.advantage.estimator {estimator} "
-        "compares the responses to a prompt; allowed: 2 or more": (
-            rollout.n_samples_per_prompt == 1 and estimator in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-        ),
-        f"--vllm.num_engines {vllm.num_engines} x --vllm.tensor_parallel_size {vllm.tensor_parallel_size}: "
-        f"with --train.colocate_all it must be the actor's {num_gpus} GPUs": (
-            train.colocate_all and not train.async_enable and engine_gpus != num_gpus
-        ),
-        f"--ref.num_nodes {args.ref.num_nodes} x --ref.num_gpus_per_node {args.ref.num_gpus_per_node}: where actor and "
-        f"reference share GPUs both must be the actor's {args.actor.num_nodes} x {args.actor.num_gpus_per_node}": (
-            has_reference
-            and (train.colocate_all or train.colocate_actor_ref)
-            and (args.ref.num_nodes, args.ref.num_gpus_per_node) != (args.actor.num_nodes, args.actor.num_gpus_per_node)
-        ),
-        f"--ref.num_nodes {args.ref.num_nodes} x --ref.num_gpus_per_node {args.ref.num_gpus_per_node}: allowed: 1 or "
-        "more": has_reference and min(args.ref.num_nodes, args.ref.num_gpus_per_node) < 1,
-        f"--critic.num_nodes {args.critic.num_nodes} x --critic.num_gpus_per_node {args.critic.num_gpus_per_node}: "
-        "allowed: 1 or more": (estimator == "gae" and min(args.critic.num_nodes, args.critic.num_gpus_per_node) < 1),
-        f"--vllm.tensor_parallel_size {vllm.tensor_parallel_size}: must divide the model's {num_heads} attention "
-        "heads": num_heads and num_heads % vllm.tensor_parallel_size,
-        f"--ds.ring_attn_size {ds.ring_attn_size} x --ds.tensor_parallel_size {ds.tensor_parallel_size}: must "
-        f"divide the actor's {num_gpus} GPUs": num_gpus % ranks_per_sample,
-        f"--ds.grad_accum_dtype {ds.grad_accum_dtype}: with --ds.zero_stage 0 it must be --ds.param_dtype "
-        f"{ds.param_dtype}": ds.zero_stage == 0 and accumulation not in ("", ds.param_dtype),
-        f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs": num_gpus % ds.zpg,
-        f"--train.batch_size {train.batch_size}: a rollout has only {samples} samples": train.batch_size > samples,
-        f"--train.batch_size {train.batch_size}: must be a multiple of {at_once}, "
-        + (f"--train.micro_batch_size {train.micro_batch_size} on each of " if not train.dynamic_batch_enable else "")
-        + f"the {num_ranks} data-parallel ranks of --actor.num_gpus_per_node {args.actor.num_gpus_per_node}": (
-            not num_ranks or train.batch_size % at_once
-        ),
-        f"--rollout.micro_batch_size {rollout.micro_batch_size}: leaves fewer than {num_ranks} micro-batches of a "
-        f"rollout's {samples} samples, one for each rank; allowed: up to {samples // max(num_ranks, 1)}": (
-            samples // rollout.micro_batch_size < num_ranks
-        ),
-        f"--data.max_len {args.data.max_len}: the model has {length} positions": length and args.data.max_len > length,
-        f"--rollout.max_new_tokens {response}: must be below --data.max_len {args.data.max_len}, which counts the "
-        "prompt too": response >= args.data.max_len,
-        f"--reward.overlong_buffer_len {overlong}: must be below the {response or args.data.max_len} tokens of a "
-        "response": overlong >= (response or args.data.max_len),
-        f"--data.input_template {template}: allowed: a text with {{}} for the input, other braces doubled": (
-            template is not None and not _takes_an_input(template)
-        ),
-        "--data.input_template: allowed without --data.apply_chat_template, which OpenRLHF prefers": (
-            template and args.data.apply_chat_template
-        ),
-        f"--eval.dataset {args.eval.dataset}: OpenRLHF evaluates with --reward.remote_url or --train.agent_func_path, "
-        "not with a reward model": args.eval.dataset and not any(reward_sources[:2]),
-        f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size}: more than --rollout.batch_size "
-        f"{rollout.batch_size} is allowed with --train.async_enable": (
-            (rollout.vllm_generate_batch_size or 0) > rollout.batch_size and not train.async_enable
-        ),
-        **_clashes_of_data(args),
-    }
-    return [message for message, is_there in found.items() if is_there]
-
-
-def _takes_an_input(template: str) -> bool:
-    """Whether OpenRLHF's `template.format(input)` has the input in it; it takes one without {} for none at all."""
-    try:
-        return "{}" in template and "an input" in template.format("an input")
-    except (ValueError, LookupError):
-        return False
-
-
-def _clashes_of_data(args: Namespace) -> dict[str, bool]:
-    given = args.data.prompt_probs
-    if given is None:
-        return {}
-    num_sets = len(listed(args.data.prompt_dataset))
-    probabilities = []
-    with contextlib.suppress(ValueError):
-        probabilities = [float(one) for one in given.split(",")]
-    is_right = len(probabilities) == num_sets and min(probabilities) >= 0 and math.isclose(sum(probabilities), 1)
-    message = f"--data.prompt_probs {given}: allowed: {num_sets} numbers, one for each data set, that add up to 1"
-    return {message: not is_right}
-
-
-def _refuse_first(problems: list[str]) -> None:
-    for problem in problems:
-        raise FlagError(problem)
-
-
-def _check_replay(args: Namespace) -> None:
-    """Settings with which no group is ever drawn again, or not as many as are asked for."""
-    if not args.replay.ratio:
-        return
-    if args.replay.max_staleness < 1:
-        raise FlagError(
-            f"--replay.max_staleness {args.replay.max_staleness}: never replays, since a group is one version old in "
-            "the next training step; allowed: 1 or more"
-        )
-    num_drawn = round(args.replay.ratio * args.rollout.batch_size)
-    if args.replay.capacity < num_drawn:
-        raise FlagError(
-            f"--replay.capacity {args.replay.capacity}: keeps less than the {num_drawn} groups that --replay.ratio "
-            f"{args.replay.ratio} draws a training step; allowed: {num_drawn} or more"
-        )
-
-
-# What the flags name.
+# Files that the flags name.
 
 
 def _check_rows(args: Namespace, must_exist: bool) -> None:
@@ -352,11 +233,11 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
                 check_rows(Path(name), where, keys, data.apply_chat_template)
             elif not is_file and is_hub_name(name):
                 if must_exist:
-                    warn(f"{where}: is no file or folder here, so it is taken for a data set on the hub; not checked")
+                    warn(f"{where}: is not a file or folder here, so it must be a data set on the hub; not checked")
             elif must_exist:
                 raise FlagError(f"{where}: no such file; allowed: a JSONL file, or a data set's name on the hub")
             else:
-                warn(f"{where}: is not there yet, so its rows are not checked")
+                warn(f"{where}: does not exist yet, so its rows are not checked")
 
 
 def _check_models(args: Namespace, must_exist: bool) -> None:
@@ -372,25 +253,24 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
     config = check_model("--actor.model_name_or_path", actor, must_exist, args.data.apply_chat_template)
     if config is not None:
         text = config.get_text_config()
-        _refuse_first(clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
+        _refuse_first(find_clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
 
 
-def load_early(argv: list[str]) -> list[LoadedFile]:
-    """Start to load the command's reward-function or agent file, whose imports then go on beside OpenRLHF's.
+def load_early(args: Namespace) -> list[LoadedFile]:
+    """Start to load the command's reward-function or agent file, so that its imports run beside OpenRLHF's.
 
-    What is wrong with it is for `check` to say. Who calls must `end` it.
+    A wrong file is left to `check`. The caller must `end` the loaded files.
+
+    Args:
+        args: from `check_flags`.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--train.agent_func_path", dest="agent")
-    parser.add_argument("--reward.remote_url", dest="reward")
-    with contextlib.suppress(argparse.ArgumentError, FlagError):
-        named = parser.parse_known_args(argv)[0]
-        return list(_start_loading(named.agent, named.reward))
+    with contextlib.suppress(FlagError):
+        return list(_start_loading(vars(args)["train.agent_func_path"], vars(args)["reward.remote_url"]))
     return []
 
 
 def _start_loading(agent: str | None, reward: str | None, early: Iterable[LoadedFile] = ()) -> Iterable[LoadedFile]:
-    """The reward-function or agent file, if there is one; refuses what is neither a file nor URLs."""
+    """Start to load the reward-function or agent file, if one is given; refuse a value that is no file and no URL."""
     if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
         what = "--train.agent_func_path", agent, "AgentExecutor"
@@ -408,17 +288,17 @@ def _start_loading(agent: str | None, reward: str | None, early: Iterable[Loaded
 
 
 def gpu_groups(args: Namespace) -> dict[str, int]:
-    """GPUs by who uses them; who shares another one's is left out."""
-    train, critic_and_reward = args.train, 0
-    groups = {"actor": args.actor.num_nodes * args.actor.num_gpus_per_node}
+    """GPUs by the kind of model that uses them. A model that shares another one's GPUs is left out."""
+    train, has_critic = args.train, args.algo.advantage.estimator == "gae"
+    groups = {"actor": num_actor_gpus(args)}
     if not train.colocate_all or train.async_enable:
         groups["engines"] = args.vllm.num_engines * args.vllm.tensor_parallel_size
     if args.algo.kl.init_coef > 0 and not (train.colocate_all or train.colocate_actor_ref):
         groups["reference"] = args.ref.num_nodes * args.ref.num_gpus_per_node
-    if args.algo.advantage.estimator == "gae" and not train.colocate_all:
-        groups["critic"] = critic_and_reward = args.critic.num_nodes * args.critic.num_gpus_per_node
-    shares = train.colocate_all or (train.colocate_critic_reward and critic_and_reward)
-    if not (args.reward.remote_url or train.agent_func_path) and not shares:
+    if has_critic and not train.colocate_all:
+        groups["critic"] = args.critic.num_nodes * args.critic.num_gpus_per_node
+    reward_shares_gpus = train.colocate_all or (train.colocate_critic_reward and has_critic)
+    if not (args.reward.remote_url or train.agent_func_path or reward_shares_gpus):
         groups["reward model"] = args.reward.num_nodes * args.reward.num_gpus_per_node
     return groups
 
@@ -441,11 +321,11 @@ def _check_machine(args: Namespace, values: dict) -> None:
 
 
 def check_gpus(groups: dict[str, int], num_gpus: int) -> None:
-    """Refuse a run that asks for more GPUs than there are; Ray would wait for them.
+    """Refuse a run that asks for more GPUs than this machine has; Ray would wait for them.
 
     Args:
-        groups: as `gpu_groups` gives them.
-        num_gpus: of this machine.
+        groups: from `gpu_groups`.
+        num_gpus: GPUs of this machine.
 
     Raises:
         FlagError
@@ -457,17 +337,17 @@ def check_gpus(groups: dict[str, int], num_gpus: int) -> None:
         listed = ", ".join(f"{count} {group}" for group, count in groups.items())
         raise FlagError(
             f"--{flags[name]}.{flag}: the run asks for {sum(groups.values())} GPUs ({listed}); allowed: up to the "
-            f"{num_gpus} of this machine, or RAY_ADDRESS of a cluster with more"
+            f"{num_gpus} of this machine, or the RAY_ADDRESS of a larger cluster"
         )
 
 
 def check_ray_address(address: str) -> None:
-    """Refuse a RAY_ADDRESS that nothing answers at.
+    """Refuse a RAY_ADDRESS where no cluster answers.
 
     Raises:
         FlagError
     """
-    allowed = "allowed: the HOST:PORT of a Ray head that runs, auto, or nothing, to start Ray here"
+    allowed = "allowed: HOST:PORT of a running Ray head, auto, or unset to start Ray here"
     known = address
     if address == "local":
         return
@@ -482,7 +362,7 @@ def check_ray_address(address: str) -> None:
 
 
 def _check_folders(args: Namespace) -> None:
-    """By writing: the model's folder would be found out after the last step."""
+    """Refuse folders that cannot be written to; a run writes to the model's folder only after its last step."""
     folders = {"--ckpt.path": args.ckpt.path, "--ckpt.output_dir": args.ckpt.output_dir}
     for flag, folder in (folders | {"--logger.tensorboard_dir": args.logger.tensorboard_dir}).items():
         if folder is None:
@@ -499,25 +379,25 @@ def _check_folders(args: Namespace) -> None:
 
 
 def _check_resume(args: Namespace) -> None:
-    """The checkpoint that `--ckpt.load_enable` names; the pools' own is `find_whole_checkpoint`."""
+    """Refuse a resume from an incomplete checkpoint. `find_whole_checkpoint` checks the pools beside it."""
     saved = Path(args.ckpt.path, "_actor")
     if not args.ckpt.load_enable:
         if (saved / "latest").is_file():
-            warn(f"--ckpt.path {args.ckpt.path}: has checkpoints; without --ckpt.load_enable the run starts anew")
+            warn(f"--ckpt.path {args.ckpt.path}: has checkpoints, but without --ckpt.load_enable the run ignores them")
         return
     where = f"--ckpt.load_enable: --ckpt.path {args.ckpt.path}"
     if not saved.is_dir():
-        warn(f"{where} has no checkpoint; the run starts anew")
+        warn(f"{where} has no checkpoint; the run starts from step 0")
         return
     latest = saved / "latest"
     if not latest.is_file():
-        raise FlagError(f"{where} has no whole checkpoint ({latest} is missing); allowed: without --ckpt.load_enable")
+        raise FlagError(f"{where} has no complete checkpoint ({latest} is missing); start without --ckpt.load_enable")
     step = latest.read_text().strip()
     states = list((saved / step).glob("*model_states.pt"))
     if not step or not states:
         raise FlagError(
-            f"{where} names {step!r} in {latest}, which is not there; allowed: {_steps(saved)} in that file, or "
-            "without --ckpt.load_enable"
+            f"{where} names {step!r} in {latest}, which does not exist; allowed: {_steps(saved)} in that file, or a "
+            "start without --ckpt.load_enable"
         )
 
 

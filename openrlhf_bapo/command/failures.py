@@ -1,6 +1,6 @@
-"""Why a run ended, in one line that its user can act on, and another with what is left of it.
+"""Describes why a run ended, in one line that its user can act on, and what is saved, in another.
 
-What failed comes home as an exception: Ray carries it from the process where it was raised to the one that asked.
+Ray carries a failure as an exception from the process that raised it to this one.
 """
 
 import errno
@@ -21,18 +21,18 @@ PROCESSES = {
     "TrainingActor": "the trainer",
     "GenerateSamplesActor": "the process that asks for rollouts",
 }
-"""OpenRLHF's Ray actors, by class."""
+"""OpenRLHF's Ray actors, by class name."""
 
-_LITTLE_SPACE = 64 << 20  # bytes; a disk that is full has often a little left
+_LITTLE_SPACE = 64 << 20  # bytes; a full disk often has a little space left
 
 
 def describe_failure(error: BaseException, args: dict, signals: list[int]) -> list[str]:
-    """Two lines: the cause, and what was saved and how to go on.
+    """Two lines: the cause; and what is saved and how to continue.
 
     Args:
-        error: what ended the run.
+        error: the exception that ended the run.
         args: flat, names with dots.
-        signals: those that came before it.
+        signals: numbers of the signals that were caught before.
     """
     folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
     full = [name for folder in folders if folder and (name := _full_disk(folder, args))]
@@ -54,7 +54,7 @@ def _in_words(error: BaseException) -> str:
     text = str(error).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        return f"{_process(text)} did not start: {lines[-1]}"  # Ray has put the traceback into the text
+        return f"{_process(text)} did not start: {lines[-1]}"  # Ray appends the traceback to the text
     if isinstance(error, RayActorError) or type(error).__name__ == "EngineDeadError":  # vLLM's
         process = _process(text) if isinstance(error, RayActorError) else "a rollout engine (vLLM's EngineCore)"
         return f"{process} died; killed from outside, by a lack of memory (see dmesg), or crashed"
@@ -65,12 +65,12 @@ def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"a disk is full: {text}"
     if type(error) is RuntimeError and text.startswith("--"):
-        return lines[0]  # ours, which names the flag
+        return lines[0]  # our own error, which names the flag
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def _process(text: str) -> str:
-    """The process that Ray's message about a dead actor speaks of; its exception has the actor's id alone."""
+    """Name the process in Ray's message about a dead actor; the exception itself has only the actor's id."""
     found = {key: match[1] for key in ("class_name", "pid", "ip") if (match := re.search(rf"\b{key}: (\S+)", text))}
     name = found.get("class_name") or next((name for name in PROCESSES if name in text), None)
     which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
@@ -78,7 +78,7 @@ def _process(text: str) -> str:
 
 
 def nearest_folder(folder: str | Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest ancestor that exists."""
     there = Path(folder).absolute()
     while not there.exists():
         there = there.parent
@@ -94,7 +94,7 @@ def _full_disk(folder: str, args: dict) -> str:
 
 
 def _checkpoint_bytes(args: dict) -> int | None:
-    """Of the newest whole checkpoint with our state beside it; None if there is none."""
+    """Bytes of the newest complete checkpoint with our state beside it; None if there is no checkpoint."""
     latest = Path(args["ckpt.path"], "_actor", "latest")
     if not latest.is_file():
         return None
@@ -107,8 +107,8 @@ def _what_is_saved(args: dict) -> str:
     if latest.is_file():
         return (
             f"saved is {args['ckpt.path']} ({latest.read_text().strip()}); the same command with --ckpt.load_enable "
-            "goes on from there, as a recipe does that is run again"
+            "continues from there; a recipe that is run again does so by itself"
         )
     steps = args["ckpt.save_steps"]
     every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
-    return f"nothing is saved, the same command starts anew (--ckpt.save_steps {steps}: {every})"
+    return f"nothing is saved; the same command starts from the beginning (--ckpt.save_steps {steps}: {every})"

@@ -1,4 +1,4 @@
-"""Our flags beside OpenRLHF's: their definition, and their checks before anything starts."""
+"""Our flags beside OpenRLHF's: their definitions, their checks before anything starts, and their resolved values."""
 
 import argparse
 import math
@@ -16,60 +16,85 @@ POLICY_LOSSES = ("ppo", "gspo", "bapo")
 RATIO_BASES = ("auto", "recomputed", "rollout")
 
 _UNCUT = 2**31 - 1
-"""A token budget that no response spends."""
+"""A token budget that no response can use up."""
 
 _OFF_POLICY_GROUPS = ((ReplayConfig, "replay"), (PartialConfig, "partial"))
 
 _BOUND_HELP = {
-    "ratio_lower_start": "lower clip bound before any raise, an importance ratio in (0, 1]",
-    "ratio_lower_max": "highest lower clip bound, at most 1",
-    "ratio_lower_step": "one raise of the lower clip bound",
-    "ratio_upper_start": "upper clip bound before any raise, at least 1",
-    "ratio_upper_max": "highest upper clip bound",
-    "ratio_upper_step": "one raise of the upper clip bound",
+    "ratio_lower_start": "lower clip bound at the start of the search, an importance ratio in (0, 1]",
+    "ratio_lower_max": "highest lower clip bound of the search, at most 1",
+    "ratio_lower_step": "step of the search for the lower clip bound",
+    "ratio_upper_start": "upper clip bound at the start of the search, an importance ratio of at least 1",
+    "ratio_upper_max": "highest upper clip bound of the search",
+    "ratio_upper_step": "step of the search for the upper clip bound",
 }
 
 _REPLAY_HELP = {
     "ratio": "replayed groups per fresh group; 0: off",
-    "capacity": "the most groups kept",
-    "max_staleness": "the highest staleness of a replayed group, in policy versions",
+    "capacity": "highest number of groups in the pool",
+    "max_staleness": "highest staleness of a replayed group, in policy versions",
     "max_reuse": "how many times a group may be replayed",
-    "seed": "of the draws",
+    "seed": "seed of the draws from the pool",
 }
 
 _REWARD_FAULT_HELP = {
-    "patience": (600.0, "seconds for which a reward call is tried again while its servers are away; 0: not at all"),
-    "timeout": (300.0, "seconds for one answer of a reward server or function"),
-    "max_drop_rate": (0.1, "share of a batch's prompt groups that may be dropped without a reward; 0: none"),
+    "patience": (600.0, "seconds during which a reward call is repeated while its servers do not answer; 0: no repeat"),
+    "timeout": (300.0, "seconds to wait for one answer of a reward server or function"),
+    "max_drop_rate": (0.1, "share of a batch's prompt groups that may be dropped because they have no reward; 0: none"),
 }
 
 _PARTIAL_HELP = {
-    "token_budget": "tokens that a response may grow by in one rollout, to go on in a later one; 0: off",
+    "token_budget": "tokens by which a response may grow in one rollout; it continues in a later one; 0: off",
     "oversample": "prompt groups in flight per group that a rollout needs",
-    "max_segments": "the most rollouts that may write a response; 0: any number",
-    "max_staleness": "the highest staleness of a group's oldest token at hand-over, in policy versions",
+    "max_segments": "highest number of rollouts that may write one response; 0: any number",
+    "max_staleness": "highest staleness of a finished group's oldest token, in policy versions",
 }
 
 
 class FlagError(ValueError):
-    """A user's mistake, in one line that names the flag, its value and what is allowed."""
+    """A user's mistake, in one line that names the flag, its value and the allowed values."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our flags. A default of None means "not given": the preset decides, and `resolve_flags` fills it in."""
-    group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
+    """Add our flags. The default None means "not given": `resolve_flags` then takes the preset's value."""
+    _add_bapo_flags(parser.add_argument_group("BAPO (arXiv 2510.18927)"))
+    _add_off_policy_flags(parser.add_argument_group("off-policy data"))
+    _add_partial_flags(parser.add_argument_group("partial rollouts with a token budget"))
+    _add_reward_fault_flags(parser.add_argument_group("rewards that fail"))
+    parser.add_argument(
+        "--ckpt.on_interrupt",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on SIGTERM or Ctrl-C, finish the training step and write a checkpoint; a second signal ends the run at "
+        "once",
+    )
+    parser.add_argument(
+        "--eval.at_start",
+        action="store_true",
+        help="also evaluate before the first update, logged as step 0 (sync training only)",
+    )
+
+
+def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--policy_loss",
         choices=POLICY_LOSSES,
         default=None,
-        help="bapo: clip bounds found for every update; ppo, gspo: OpenRLHF's own (default: --actor.policy_loss_type)",
+        help="bapo: clip bounds recomputed for each update; ppo, gspo: OpenRLHF's (default: --actor.policy_loss_type)",
     )
-    group.add_argument("--bapo.preset", choices=tuple(PRESETS), default=None, help="published settings (readme)")
+    group.add_argument(
+        "--bapo.preset",
+        choices=tuple(PRESETS),
+        default=None,
+        help="a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
+        "published (default: readme)",
+    )
     group.add_argument(
         "--bapo.positive_contribution_target",
         type=float,
         default=None,
-        help="rho_0, the least share of the objective that positive tokens carry, in (0, 1); released: the least P / N",
+        help="rho_0 in (0, 1): the search stops when tokens of positive advantage have this share of the objective; "
+        "with the preset released, rho_0 is a ratio P / N",
     )
     for name, text in _BOUND_HELP.items():
         group.add_argument(f"--bapo.{name}", type=float, default=None, help=text)
@@ -77,32 +102,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--bapo.contribution",
         choices=CONTRIBUTIONS,
         default=None,
-        help="what a token contributes: surrogate (the paper's Eq. 8) or gradient (what its gradient carries)",
+        help="contribution of a token to the share: surrogate (the paper's Eq. 8), or gradient (the part that the "
+        "token's gradient carries)",
     )
     group.add_argument(
         "--bapo.scope",
         choices=SCOPES,
         default=None,
-        help="bounds from the whole optimizer step on all ranks, or per micro-batch (as in the released recipe)",
+        help="search once per optimizer step over its tokens on all ranks, or once per micro-batch (the authors' "
+        "released recipe)",
     )
     group.add_argument(
         "--bapo.token_weight",
         choices=TOKEN_WEIGHTS,
         default=None,
-        help="weight of a token in the search: none, or its probability at rollout (as the paper writes Eq. 8)",
+        help="weight of a token in the search: none, or its probability under the rollout policy (as the paper prints "
+        "Eq. 8)",
     )
     group.add_argument(
         "--bapo.smoothing",
         type=float,
         default=None,
-        help="half-life, in optimizer steps, of the average over past bounds that an update is trained with, which "
-        "takes no forward of its own; 0: bounds anew in every update (the paper)",
+        help="train each update with an average over past bounds, which needs no extra forward pass; the value is its "
+        "half-life in optimizer steps; 0: search in each update (the paper)",
     )
     group.add_argument(
         "--bapo.smoothing_of",
         choices=AVERAGES,
         default=None,
-        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it runs on",
+        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it searches",
     )
     group.add_argument(
         "--bapo.smoothing_start",
@@ -110,105 +138,113 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         metavar=("LOWER", "UPPER"),
         default=None,
-        help="with --bapo.smoothing: bounds of the first update (the middle of their ranges)",
+        help="with --bapo.smoothing: bounds of the first update (default: the middle of their ranges)",
     )
     group.add_argument(
         "--bapo.discard_saved",
         action="store_true",
         default=None,
-        help="with --ckpt.load_enable: start --bapo.smoothing anew",
+        help="with --ckpt.load_enable: start the average of --bapo.smoothing again instead of loading it",
     )
     group.add_argument(
         "--bapo.dump_tokens",
         type=int,
         default=None,
-        help="every so many global steps, write a sample of the tokens trained on, for `openrlhf-bapo tokens` (0: off)",
+        help="write a sample of the trained tokens every N global steps, for `openrlhf-bapo tokens` (default: 0, off)",
     )
     group.add_argument(
         "--bapo.max_skipped_updates",
         type=int,
         default=3,
-        help="the most optimizer steps in a row that may be skipped because their loss or gradient is not finite, with "
-        "any policy loss (3)",
+        help="how many optimizer steps in a row may be skipped because their loss or gradient is not finite; for every "
+        "policy loss (default: 3)",
     )
-    group = parser.add_argument_group("off-policy data")
+
+
+def _add_off_policy_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--offpolicy.ratio_base",
         choices=RATIO_BASES,
         default=None,
-        help="the ratio's denominator for fresh samples: recomputed by the actor (as OpenRLHF does), or the rollout "
-        "engine's own; auto (with bapo the default): rollout in async training, else recomputed",
+        help="denominator of the importance ratio for fresh samples: log-probs recomputed by the actor (as OpenRLHF "
+        "does), or the rollout engine's; auto: rollout in async training, else recomputed (default with bapo: auto)",
     )
     group.add_argument(
         "--offpolicy.lag",
         type=int,
         default=0,
-        help="train every rollout so many rollouts after it was made (sync training): exact staleness, for studies (0)",
+        help="train on each rollout N rollouts after it was generated, for studies of exact staleness (sync training "
+        "only; default: 0)",
     )
     defaults = ReplayConfig()
     for name, text in _REPLAY_HELP.items():
         default = getattr(defaults, name)
-        group.add_argument(f"--replay.{name}", type=type(default), default=default, help=f"{text} ({default})")
+        group.add_argument(f"--replay.{name}", type=type(default), default=default, help=f"{text} (default: {default})")
     group.add_argument(
         "--replay.strategy",
         choices=STRATEGIES,
         default=defaults.strategy,
-        help="which groups are drawn (advantage: with probability by mean absolute advantage)",
+        help="how groups are drawn; advantage: with probabilities proportional to their mean absolute advantage "
+        f"(default: {defaults.strategy})",
     )
     group.add_argument(
         "--replay.skip_uninformative",
         action=argparse.BooleanOptionalAction,
         default=defaults.skip_uninformative,
-        help="keep no groups whose rewards are all equal",
+        help="leave groups with equal rewards out of the pool",
     )
     group.add_argument(
         "--replay.discard_saved", action="store_true", help="with --ckpt.load_enable: start with an empty pool"
     )
-    group = parser.add_argument_group("partial rollouts with a token budget")
+
+
+def _add_partial_flags(group: argparse._ArgumentGroup) -> None:
     defaults = PartialConfig()
     for name, text in _PARTIAL_HELP.items():
         default = getattr(defaults, name)
-        group.add_argument(f"--partial.{name}", type=type(default), default=default, help=f"{text} ({default})")
+        group.add_argument(
+            f"--partial.{name}", type=type(default), default=default, help=f"{text} (default: {default})"
+        )
     group.add_argument(
         "--partial.on_stale",
         choices=ON_STALE,
         default=defaults.on_stale,
-        help="a response that would grow too old: drop its group, or finish it where it is, as truncated",
+        help="for a response that would become too old: drop its group, or finish the response early, as truncated "
+        f"(default: {defaults.on_stale})",
     )
     group.add_argument(
         "--partial.discard_saved",
         action="store_true",
         help="with --ckpt.load_enable: start without the saved unfinished responses",
     )
-    group = parser.add_argument_group("rewards that fail")
+
+
+def _add_reward_fault_flags(group: argparse._ArgumentGroup) -> None:
     for name, (default, text) in _REWARD_FAULT_HELP.items():
-        group.add_argument(f"--reward_fault.{name}", type=float, default=default, help=f"{text} ({default:g})")
-    parser.add_argument(
-        "--ckpt.on_interrupt",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="SIGTERM and Ctrl-C finish the training step and write a checkpoint; a second signal ends at once",
-    )
-    parser.add_argument(
-        "--eval.at_start",
-        action="store_true",
-        help="also evaluate before the first update, logged as step 0 (sync training)",
-    )
+        group.add_argument(f"--reward_fault.{name}", type=float, default=default, help=f"{text} (default: {default:g})")
 
 
-def check_flags(argv: list[str]) -> None:
-    """Refuse what is wrong in our flags alone, before OpenRLHF's slow imports; exits with code 2."""
+def check_flags(argv: list[str]) -> Namespace:
+    """Refuse mistakes in our flags alone, before OpenRLHF's slow imports; a mistake exits with code 2.
+
+    Returns:
+        Our flags, and those of OpenRLHF's that name a Python file, for `checks.load_early`; flat, names with dots.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = exit_with_one_line
     add_flags(parser)
+    parser.add_argument("--train.agent_func_path")
+    parser.add_argument("--reward.remote_url")
+    args = parser.parse_known_args(argv)[0]
     try:
-        resolve_flags(parser.parse_known_args(argv)[0])
+        resolve_flags(args)
     except FlagError as error:
         parser.error(str(error))
+    return args
 
 
 def resolve_flags(args: Namespace) -> None:
-    """Check our flags and fill in what was not given, in place.
+    """Check our flags and fill in those that were not given, in place.
 
     Args:
         args: flat, names with dots as argparse leaves them. OpenRLHF's may be missing (see `check_flags`).
@@ -217,29 +253,46 @@ def resolve_flags(args: Namespace) -> None:
         FlagError: at the first mistake.
     """
     values = vars(args)
-    bapo = {name.removeprefix("bapo."): value for name, value in values.items() if name.startswith("bapo.")}
-    dump_tokens = bapo.pop("dump_tokens") or 0
-    if (most := bapo.pop("max_skipped_updates")) < 0:
-        raise FlagError(f"--bapo.max_skipped_updates {most}: allowed: 0 or more")
-    given = {name: value for name, value in bapo.items() if value is not None}
-    upstream_loss = values.get("actor.policy_loss_type", "ppo")
-    policy_loss = args.policy_loss or upstream_loss
-
-    if policy_loss != "bapo" and given:
-        name, value = next(iter(given.items()))
-        raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, which is {policy_loss}")
-    if upstream_loss == "gspo" and policy_loss != "gspo":
-        raise FlagError(f"--policy_loss {policy_loss}: allowed with --actor.policy_loss_type ppo, which is gspo")
-    if values["eval.at_start"] and values.get("train.async_enable"):
-        raise FlagError("--eval.at_start: allowed only without --train.async_enable")
+    of_every_loss = ("bapo.dump_tokens", "bapo.max_skipped_updates")
+    given = {
+        name.removeprefix("bapo."): value
+        for name, value in values.items()
+        if name.startswith("bapo.") and name not in of_every_loss and value is not None
+    }
+    policy_loss = args.policy_loss or values.get("actor.policy_loss_type", "ppo")
+    _check_policy_loss(values, policy_loss, given)
+    _check_run(values)
     _check_reward_faults(values)
-    _resolve_off_policy(values, policy_loss)
-    _check_dump_tokens(values, dump_tokens, policy_loss)
+    _check_lag(values)
+    _fill_in_lag(values)
+    _check_off_policy(values, policy_loss)
+    values["offpolicy.ratio_base"] = _ratio_base(values, policy_loss)
+    _check_dump_tokens(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
-    if policy_loss != "bapo":
-        return
+    if values["bapo.dump_tokens"] and values.get("actor.entropy_coef") is None:
+        values["actor.entropy_coef"] = 0.0  # log the entropy; no bonus
+    if policy_loss == "bapo":
+        _resolve_bapo(values, given)
 
+
+def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
+    if policy_loss != "bapo" and given:
+        name, value = next(iter(given.items()))
+        raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, not {policy_loss}")
+    if values.get("actor.policy_loss_type") == "gspo" and policy_loss != "gspo":
+        raise FlagError(f"--policy_loss {policy_loss}: allowed only with --actor.policy_loss_type ppo, not gspo")
+
+
+def _check_run(values: dict) -> None:
+    if (most := values["bapo.max_skipped_updates"]) < 0:
+        raise FlagError(f"--bapo.max_skipped_updates {most}: allowed: 0 or more")
+    if values["eval.at_start"] and values.get("train.async_enable"):
+        raise FlagError("--eval.at_start: allowed only without --train.async_enable")
+
+
+def _resolve_bapo(values: dict, given: dict) -> None:
+    """Check the flags of the search and fill in the preset's values for those that are not in `given`."""
     if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
         raise FlagError(
             "--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss bapo, which finds the clip "
@@ -295,121 +348,129 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict) -> None:
         raise FlagError(f"--bapo.{error}") from None
 
 
-def _check_dump_tokens(values: dict, every: int, policy_loss: str) -> None:
+def _check_dump_tokens(values: dict, policy_loss: str) -> None:
+    every = values["bapo.dump_tokens"] or 0
     if every < 0:
-        raise FlagError(f"--bapo.dump_tokens {every}: a number of global steps; allowed: 0 (off) and above")
+        raise FlagError(f"--bapo.dump_tokens {every}: allowed: a number of global steps, or 0 (off)")
     if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
         raise FlagError(
-            f"--bapo.dump_tokens {every}: wants every token's ratio and staleness; allowed with --policy_loss bapo, or "
-            f"ppo and --offpolicy.ratio_base, which is {policy_loss}"
+            f"--bapo.dump_tokens {every}: needs the ratio and the staleness of each token; allowed with --policy_loss "
+            f"bapo, or with ppo and --offpolicy.ratio_base; this run has {policy_loss}"
         )
-    if every and values.get("actor.entropy_coef") is None:
-        values["actor.entropy_coef"] = 0.0  # to log the entropy, no bonus
 
 
-def _resolve_off_policy(values: dict, policy_loss: str) -> None:
-    """Check `--offpolicy.*`, `--replay.*` and `--partial.*`.
+def _check_lag(values: dict) -> None:
+    if not (lag := values["offpolicy.lag"]):
+        return
+    if lag < 0:
+        raise FlagError(f"--offpolicy.lag {lag}: allowed: a number of rollouts, 0 or more")
+    if values.get("train.async_enable"):
+        raise FlagError(f"--offpolicy.lag {lag}: allowed only without --train.async_enable, which has its own queue")
+    defaults = PartialConfig()
+    for name in ("token_budget", "oversample", "max_segments", "max_staleness", "on_stale"):
+        if (value := values[f"partial.{name}"]) != getattr(defaults, name):
+            raise FlagError(f"--partial.{name} {value}: allowed without --offpolicy.lag, which is {lag}")
 
-    Leaves ratio_base "recomputed", "rollout", or None for OpenRLHF's way.
-    """
+
+def _fill_in_lag(values: dict) -> None:
+    """Make a lag a token budget that is never used up: its rollouts wait like unfinished responses."""
     if lag := values["offpolicy.lag"]:
-        _resolve_lag(values, lag)
-    replay, partial = (_config(kind, values, group) for kind, group in _OFF_POLICY_GROUPS)
+        values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
+
+
+def _ratio_base(values: dict, policy_loss: str) -> str | None:
+    """The denominator of the ratio for fresh samples: "recomputed", "rollout", or None for OpenRLHF's own way."""
     base = values["offpolicy.ratio_base"]
-    is_async = values.get("train.async_enable", False)
-    if base is None and (policy_loss == "bapo" or replay.ratio or partial.token_budget):
-        base = "auto"
-    if base == "recomputed" and partial.token_budget:
-        flag = "--offpolicy.lag" if lag else "--partial.token_budget"
+    if base is None and not (policy_loss == "bapo" or values["replay.ratio"] or values["partial.token_budget"]):
+        return None
+    if base in (None, "auto"):
+        return "rollout" if values.get("train.async_enable") else "recomputed"
+    return base
+
+
+def _check_off_policy(values: dict, policy_loss: str) -> None:
+    """Check `--offpolicy.ratio_base`, `--replay.*` and `--partial.*`."""
+    for kind, group in _OFF_POLICY_GROUPS:
+        _check_settings(kind, values, group)
+    lag, token_budget = values["offpolicy.lag"], values["partial.token_budget"]
+    if values["offpolicy.ratio_base"] == "recomputed" and (token_budget or values.get("train.async_enable")):
+        flag = "--offpolicy.lag" if lag else "--partial.token_budget" if token_budget else "--train.async_enable"
         raise FlagError(f"--offpolicy.ratio_base recomputed: hides the staleness of {flag}; allowed: auto, rollout")
-    if base == "recomputed" and is_async:
-        raise FlagError(
-            "--offpolicy.ratio_base recomputed: hides the staleness of --train.async_enable; allowed: auto, rollout"
-        )
-    if base == "auto":
-        base = "rollout" if is_async else "recomputed"
-    values["offpolicy.ratio_base"] = base
 
     level = values.get("algo.advantage.is_correction_level", "off")
+    base = _ratio_base(values, policy_loss)
     if base == "rollout" and level != "off":
         raise FlagError(
             f"--algo.advantage.is_correction_level {level}: counts the mismatch of trainer and engine a second time; "
             "allowed with a ratio against the rollout engine (async training, or --offpolicy.ratio_base rollout): off"
         )
     if base == "rollout" and policy_loss == "gspo":
-        raise FlagError("--offpolicy.ratio_base rollout: allowed with --policy_loss ppo or bapo, which is gspo")
-    if partial.token_budget:
-        _check_token_budget(values, partial.token_budget, policy_loss, level)
-    if not replay.ratio:
-        return
+        raise FlagError("--offpolicy.ratio_base rollout: allowed with --policy_loss ppo or bapo, not gspo")
+    if token_budget:
+        _check_token_budget(values, token_budget, policy_loss, level)
+    if values["replay.ratio"]:
+        _check_replay(values, values["replay.ratio"], policy_loss)
+
+
+def _check_settings(kind: type, values: dict, group: str) -> None:
+    """Check the flags of a group by making the settings of which they are the fields."""
+    try:
+        kind(**{field.name: values[f"{group}.{field.name}"] for field in fields(kind)})
+    except ValueError as error:
+        raise FlagError(f"--{group}.{error}") from None
+
+
+def _check_replay(values: dict, ratio: float, policy_loss: str) -> None:
+    """Refuse flags that replay cannot be combined with, and sizes that leave samples over."""
     if policy_loss == "gspo":
-        raise FlagError(f"--replay.ratio {replay.ratio}: allowed with --policy_loss ppo or bapo, which is gspo")
+        raise FlagError(f"--replay.ratio {ratio}: allowed with --policy_loss ppo or bapo, not gspo")
     num_samples, size = values.get("rollout.n_samples_per_prompt"), values.get("train.batch_size")
     if num_samples is None:
         return  # OpenRLHF's flags are not known yet
-    if num_samples == 1 and replay.skip_uninformative:
+    if num_samples == 1 and values["replay.skip_uninformative"]:
         raise FlagError(
             "--replay.skip_uninformative: skips every group of --rollout.n_samples_per_prompt 1; allowed: "
             "--no-replay.skip_uninformative"
         )
-    if values["rollout.batch_size"] * num_samples % size:
+    num_groups = values["rollout.batch_size"]
+    if num_groups * num_samples % size:
         raise FlagError(
             f"--train.batch_size {size}: with --replay.ratio it must divide --rollout.batch_size x "
-            f"--rollout.n_samples_per_prompt, which is {values['rollout.batch_size'] * num_samples}"
+            f"--rollout.n_samples_per_prompt, which is {num_groups * num_samples}"
         )
-    num_drawn, least = round(replay.ratio * values["rollout.batch_size"]), size // math.gcd(size, num_samples)
+    num_drawn, least = round(ratio * num_groups), size // math.gcd(size, num_samples)
     if num_drawn < least:
         raise FlagError(
-            f"--replay.ratio {replay.ratio}: draws {num_drawn} groups a training step; allowed: what draws at least "
-            f"{least}, which make whole optimizer steps of --train.batch_size {size}"
+            f"--replay.ratio {ratio}: draws {num_drawn} groups per training step; allowed: a ratio that draws at least "
+            f"{least}, to fill whole optimizer steps of --train.batch_size {size}"
         )
     if values["data.max_images_per_prompt"]:
-        raise FlagError(f"--replay.ratio {replay.ratio}: allowed without --data.max_images_per_prompt")
-
-
-def _resolve_lag(values: dict, lag: int) -> None:
-    """Rollouts that wait are a token budget that nothing spends."""
-    if lag < 0:
-        raise FlagError(f"--offpolicy.lag {lag}: a number of rollouts; allowed: 0 and above")
-    if values.get("train.async_enable"):
-        raise FlagError(f"--offpolicy.lag {lag}: allowed without --train.async_enable, which has a queue of its own")
-    defaults = PartialConfig()
-    for name in ("token_budget", "oversample", "max_segments", "max_staleness", "on_stale"):
-        if (value := values[f"partial.{name}"]) != getattr(defaults, name):
-            raise FlagError(f"--partial.{name} {value}: allowed without --offpolicy.lag, which is {lag}")
-    values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
+        raise FlagError(f"--replay.ratio {ratio}: allowed without --data.max_images_per_prompt")
 
 
 def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_correction_level: str) -> None:
-    """Refuse what a token budget, or a lag, cannot go with."""
+    """Refuse flags that a token budget, or a lag, cannot be combined with."""
     lag = values["offpolicy.lag"]
     flag = f"--offpolicy.lag {lag}" if lag else f"--partial.token_budget {token_budget}"
     if policy_loss == "gspo":
-        raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, which is gspo")
+        raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, not gspo")
     if is_correction_level != "off":
         raise FlagError(
             f"--algo.advantage.is_correction_level {is_correction_level}: counts the mismatch of trainer and engine a "
             f"second time in resumed responses; allowed with {flag}: off"
         )
     if values.get("train.agent_func_path"):
-        raise FlagError(f"{flag}: an agent's turns cannot be kept; allowed without --train.agent_func_path")
+        raise FlagError(f"{flag}: cannot keep an agent's turns; allowed without --train.agent_func_path")
     if values.get("data.max_images_per_prompt"):
         raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
     if (values.get("rollout.vllm_generate_batch_size") or 0) > values.get("rollout.batch_size", 0):
         raise FlagError(
-            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: {flag} says how many "
-            f"prompts are in flight; allowed: --rollout.batch_size {values['rollout.batch_size']}"
+            f"--rollout.vllm_generate_batch_size {values['rollout.vllm_generate_batch_size']}: {flag} decides how "
+            f"many prompts are in flight; allowed: --rollout.batch_size {values['rollout.batch_size']}"
         )
 
 
-def _config(kind: type, values: dict, group: str):
-    try:
-        return kind(**{field.name: values[f"{group}.{field.name}"] for field in fields(kind)})
-    except ValueError as error:
-        raise FlagError(f"--{group}.{error}") from None
-
-
 def exit_with_one_line(message: str) -> NoReturn:
-    """For `parser.error`: argparse would print the usage of 200 flags before the message."""
+    """Replace `parser.error`, which would print the usage of 200 flags before the message."""
     sys.stderr.write(f"openrlhf-bapo: {message}\n")
     sys.exit(2)

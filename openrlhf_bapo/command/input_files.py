@@ -1,7 +1,7 @@
-"""Files that a command names, looked at before Ray starts.
+"""Checks of the files that a command names, before Ray starts.
 
-Data are known by their rows, models by what their folder holds, reward functions and agents by loading them. Nothing
-here knows more of a command than the flag that names the file.
+Data files are checked by their rows, models by the files in their folder, reward functions and agents by loading them.
+These checks know a command only by the flag that names the file.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 from openrlhf_bapo.command.flags import FlagError
 
 LOAD_LIMIT = 300
-"""Seconds for the import of a reward-function or agent file."""
+"""Seconds that the import of a reward-function or agent file may take."""
 
 _SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
-"""Bytes: of a data file that is read whole, and of what is read at either end of a larger one."""
+"""Bytes: the largest data file that is read whole, and the part that is read at each end of a larger one."""
 
-# Loads a file as OpenRLHF's engines do (utils/agent.py and trainer/ray/vllm_engine.py). Only who comes to the last line
-# ends with this code, whatever threads the file has started, and if it ends its process itself.
+# Loads a file as OpenRLHF's engines do (utils/agent.py and trainer/ray/vllm_engine.py). Only a process that reaches the
+# last line exits with `_LOADED`, even if the file starts threads or ends the process itself.
 _LOADED = 42
 _LOAD = """
 import importlib.util, os, sys
@@ -41,19 +41,19 @@ os._exit({loaded})
 _USES = {
     "reward_func": """
 if not callable(module.reward_func):
-    raise TypeError("reward_func is no function")
+    raise TypeError("reward_func is not a function")
 """,
     "AgentExecutor": """
 from openrlhf.utils.agent import AgentExecutorBase
 if not issubclass(module.AgentExecutor, AgentExecutorBase):
-    raise TypeError("AgentExecutor is no openrlhf.utils.agent.AgentExecutorBase")
+    raise TypeError("AgentExecutor is not an openrlhf.utils.agent.AgentExecutorBase")
 module.AgentExecutor()
 """,
 }
 
 
 def warn(message: str) -> None:
-    """Say in one line on stderr what is probably not meant."""
+    """Print one line on stderr about a probable mistake."""
     print(f"openrlhf-bapo: warning: {message}", file=sys.stderr)
 
 
@@ -61,22 +61,22 @@ def warn(message: str) -> None:
 
 
 def listed(names: str | None) -> list[str]:
-    """Data sets as OpenRLHF splits them: by comma, each without its "@folder"."""
+    """Split the names of data sets as OpenRLHF does: by comma, each without its "@folder"."""
     return [name.split("@")[0].strip() for name in names.split(",")] if names else []
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name that is no file or folder here may be one on the hub: OWNER/NAME, or NAME."""
+    """Whether a name may be one on the hub: OWNER/NAME, or NAME."""
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
 
 
 def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template: bool) -> None:
-    """Refuse a data file that OpenRLHF could not read, by its first and last rows, or all of a small one.
+    """Refuse a data file that OpenRLHF could not read. Of a large file, only rows at its start and end are read.
 
     Args:
-        file: JSON, JSONL, CSV or Parquet; of any other kind nothing is known.
-        where: what a message starts with, the flag and the file.
-        keys: by the flag that names them, those that every row must have, the input's first.
+        file: JSON, JSONL, CSV or Parquet; files of other kinds are not checked.
+        where: the start of a message: the flag and the file.
+        keys: keys that every row must have, by the flag that names them; the input's first.
         apply_chat_template: whether the input may be a list of messages.
 
     Raises:
@@ -96,7 +96,7 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and an UnicodeDecodeError are ValueErrors
         raise FlagError(f"{where}: cannot be read ({str(error).splitlines()[0]}); allowed: a JSONL file") from None
     if not rows and file.stat().st_size <= _SMALL_FILE:
-        raise FlagError(f"{where}: has no row; allowed: a JSONL file with at least one")
+        raise FlagError(f"{where}: has no rows; allowed: a JSONL file with at least one row")
     for place, row in rows:
         check_row(row, f"{where}: {place}", keys)
         flag, key = next(iter(keys.items()))
@@ -108,12 +108,12 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
 
 def _check_columns(names: list[str], where: str, keys: dict[str, str]) -> None:
     if not names:
-        raise FlagError(f"{where}: has no row; allowed: a file with at least one")
+        raise FlagError(f"{where}: has no rows; allowed: a file with at least one row")
     check_row(dict.fromkeys(names), f"{where}: its table", keys)
 
 
 def check_row(row: object, where: str, keys: dict[str, str]) -> None:
-    """Refuse a row that is no JSON object or lacks one of `keys`, which the flags name.
+    """Refuse a row that is not a JSON object or lacks one of `keys`, which the flags name.
 
     Raises:
         FlagError
@@ -126,7 +126,7 @@ def check_row(row: object, where: str, keys: dict[str, str]) -> None:
 
 
 def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
-    """(where it stands, row) of what is read."""
+    """Yield (place in the file, row) of the rows that are read."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
         if size <= _SMALL_FILE:
@@ -136,7 +136,7 @@ def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
         stream.seek(size - _END_OF_FILE)
         last = stream.read().partition(b"\n")[2]
     if first.lstrip().startswith(b"["):
-        return  # one array, which only a full read could tell
+        return  # one array, which only a full read could check
     for number, line in enumerate(first.decode().split("\n"), start=1):
         if line.strip():
             yield f"line {number}", json_value(line, f"{where}: line {number}")
@@ -146,7 +146,7 @@ def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
 
 
 def json_value(text: str, where: str) -> object:
-    """The value of one line; FlagError if it is none."""
+    """Parse one line; FlagError if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -154,7 +154,7 @@ def json_value(text: str, where: str) -> object:
 
 
 def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
-    """The JSON values of a text, whatever stands between them; an array's are its rows."""
+    """Yield (place, row) of the JSON values of a text, and of the elements of arrays."""
     decoder, visible, number, counted, position = json.JSONDecoder(), re.compile(r"\S"), 1, 0, 0
     while match := visible.search(text, position):
         number, counted = number + text.count("\n", counted, match.start()), match.start()
@@ -173,7 +173,7 @@ def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
 
 
 def model_length(config) -> int | None:
-    """Positions of a model, in tokens, as vLLM reckons them from a text model's configuration; None: not known."""
+    """Positions of a text model, in tokens, as vLLM computes them from its configuration; None: not known."""
     length = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if length is None or "rope_type" not in rope or rope["rope_type"] in ("su", "longrope", "llama3"):
@@ -184,13 +184,16 @@ def model_length(config) -> int | None:
 
 
 def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: bool = False):
-    """Refuse a model folder whose configuration, tokenizer or weights cannot be loaded; its configuration otherwise.
+    """Refuse a model folder whose configuration, tokenizer or weights cannot be loaded.
 
     Args:
-        flag: that names it.
-        name: a folder, or a name on the hub, of which nothing is checked: None comes back.
-        must_exist: else a folder that is missing is none that can be checked.
+        flag: the flag that names the model.
+        name: a folder, or a name on the hub, which is not checked.
+        must_exist: whether to refuse a missing folder; otherwise it is not checked.
         apply_chat_template: whether the tokenizer must have a chat template.
+
+    Returns:
+        The configuration, or None if nothing was checked.
 
     Raises:
         FlagError
@@ -200,7 +203,7 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
         if must_exist and (folder.exists() or not is_hub_name(name)):
             raise FlagError(f"{where}: no such folder; allowed: a model's folder, or its name on the hub")
         if must_exist:
-            warn(f"{where}: is no folder here, so it is taken for a model on the hub; not checked")
+            warn(f"{where}: is not a folder here, so it must be a model on the hub; not checked")
         return None
     from transformers import AutoConfig
 
@@ -217,7 +220,7 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
 def _loaded_by(loader, where: str, folder: Path, what: str):
     try:
         return loader.from_pretrained(folder, trust_remote_code=True)
-    except Exception as error:  # whatever transformers, or the model's own code, raises
+    except Exception as error:  # transformers and a model's own code raise many kinds
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise FlagError(f"{where}: its {what} cannot be loaded ({reason[0]})") from None
 
@@ -227,24 +230,28 @@ def _check_architecture(where: str, config) -> None:
 
     knows = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config")
     if not knows and not getattr(config, "auto_map", None):
-        raise FlagError(f"{where}: its model_type {config.model_type!r} is no language model that transformers knows")
+        raise FlagError(
+            f"{where}: its model_type {config.model_type!r} is not a language model that transformers knows"
+        )
 
 
 def _check_tokenizer(where: str, folder: Path, config, apply_chat_template: bool) -> None:
     from transformers import AutoTokenizer
 
-    # transformers makes an empty tokenizer where there is no vocabulary.
+    # Without a vocabulary, transformers makes an empty tokenizer.
     if not any(True for name in ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken") for _ in folder.glob(name)):
         raise FlagError(f"{where}: has no tokenizer (tokenizer.json); allowed: a model's folder with one")
     tokenizer = _loaded_by(AutoTokenizer, where, folder, "tokenizer")
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
-        raise FlagError(f"{where}: its tokenizer has neither an EOS nor a padding token; allowed: one with EOS")
+        raise FlagError(
+            f"{where}: its tokenizer has neither an EOS nor a padding token; allowed: a tokenizer with an EOS token"
+        )
     if tokenizer.eos_token is None:
-        warn(f"{where}: its tokenizer has no EOS token, so responses end at their longest")
+        warn(f"{where}: its tokenizer has no EOS token, so every response grows to its maximum length")
     if apply_chat_template and tokenizer.chat_template is None:
         raise FlagError(
-            f"--data.apply_chat_template: the tokenizer of {folder} has no chat template; allowed: without this flag, "
-            "with --data.input_template"
+            f"--data.apply_chat_template: the tokenizer of {folder} has no chat template; give "
+            "--data.input_template instead"
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
     for name in ("EOS", "padding"):
@@ -266,7 +273,7 @@ def _check_weights(where: str, folder: Path) -> None:
             try:
                 files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, KeyError, AttributeError):
-                raise FlagError(f"{where}: {index.name} is damaged; allowed: a model's folder") from None
+                raise FlagError(f"{where}: {index.name} is damaged; copy it again") from None
         else:
             continue
         for file in files:
@@ -279,7 +286,7 @@ def _check_weights(where: str, folder: Path) -> None:
 
 
 def _check_safetensors(where: str, file: Path) -> None:
-    """By the header, which says where the last tensor ends."""
+    """Refuse a file whose size is not the one that its header gives."""
     size = file.stat().st_size
     try:
         with open(file, "rb") as stream:
@@ -290,7 +297,7 @@ def _check_safetensors(where: str, file: Path) -> None:
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         whole = 8 + length + max(ends)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FlagError(f"{where}: {file.name} is no safetensors file ({error})") from None
+        raise FlagError(f"{where}: {file.name} is not a safetensors file ({error})") from None
     if size != whole:
         raise FlagError(f"{where}: {file.name} has {size} bytes, its header says {whole}; copy it again")
 
@@ -299,7 +306,7 @@ def _check_safetensors(where: str, file: Path) -> None:
 
 
 class LoadedFile:
-    """A Python file of the user's that loads in a process of its own, where it may hang or end its process."""
+    """A user's Python file that loads in a separate process, so that it may hang or exit."""
 
     def __init__(self, flag: str, file: str, name: str) -> None:
         self.what = flag, file, name
@@ -324,7 +331,7 @@ class LoadedFile:
         try:
             code = self._process.wait(LOAD_LIMIT)
         except subprocess.TimeoutExpired:
-            raise FlagError(f"{where}: is not loaded after {LOAD_LIMIT} s; {allowed}") from None
+            raise FlagError(f"{where}: is still loading after {LOAD_LIMIT} s; {allowed}") from None
         if code == _LOADED:
             return
         self._errors.seek(0)
@@ -343,8 +350,9 @@ class LoadedFile:
 
 
 def try_file(flag: str, file: str, name: str) -> None:
-    """Load a file that must define `name`, "reward_func" or "AgentExecutor"; an engine would wait for ever for one that
-    cannot be loaded.
+    """Load a file that must define `name`: "reward_func" or "AgentExecutor".
+
+    An engine would wait forever for a file that cannot be loaded.
 
     Raises:
         FlagError: if it cannot be loaded, does not define it, or takes longer than `LOAD_LIMIT`.
@@ -357,7 +365,7 @@ def try_file(flag: str, file: str, name: str) -> None:
 
 
 def check_python_file(flag: str, file: str, allowed: str) -> None:
-    """Refuse a file that is missing, or none of Python; FlagError."""
+    """Refuse a file that is missing or not Python; FlagError."""
     if not Path(file).is_file():
         raise FlagError(f"{flag} {file}: no such file; allowed: {allowed}")
     if not file.endswith(".py"):
@@ -369,5 +377,5 @@ def is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # not a port
         return False

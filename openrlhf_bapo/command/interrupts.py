@@ -1,6 +1,6 @@
-"""What ends a run from outside its trainer: SIGTERM and Ctrl-C, and an engine that does not start.
+"""Ends a run from outside its trainer: after SIGTERM or Ctrl-C, or if an engine does not start.
 
-After a signal the training step under way is finished and saved; a second one ends the run at once.
+After a signal the current training step is finished and saved. A second signal ends the run at once.
 """
 
 import functools
@@ -16,28 +16,28 @@ import wrapt
 from openrlhf_bapo.openrlhf.interrupts import interrupt_trainer
 
 _FAILED = signal.SIGUSR1
-"""From a thread of this process to its main thread, which waits for Ray."""
+"""Sent by a thread of this process to its main thread, which waits for Ray."""
 
 
 def catch_signals(came: list[int], finishes_step: bool) -> None:
-    """Catch SIGTERM and SIGINT from now on in the process that has started Ray.
+    """Catch SIGTERM and SIGINT from now on, in the process that has started Ray.
 
     Args:
-        came: gets the signals' numbers as they come.
-        finishes_step: `--ckpt.on_interrupt`; else the first signal ends the run at once.
+        came: the list that gets the number of each signal.
+        finishes_step: `--ckpt.on_interrupt`; without it, the first signal ends the run at once.
     """
 
     def handle(number: int, _) -> None:
         came.append(number)
         if len(came) > 1 or not finishes_step:
-            raise KeyboardInterrupt  # what gets through Ray
+            raise KeyboardInterrupt  # Ray lets it through
         name = signal.Signals(number).name
         print(
             f"openrlhf-bapo: {name}: ends after this training step, with a checkpoint; a second signal ends at once",
             file=sys.stderr,
             flush=True,
         )
-        threading.Thread(target=interrupt_trainer, daemon=True).start()  # a handler must not wait
+        threading.Thread(target=interrupt_trainer, daemon=True).start()  # a signal handler must not wait
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
@@ -45,18 +45,18 @@ def catch_signals(came: list[int], finishes_step: bool) -> None:
 
 
 def leave_signals() -> None:
-    """The run ends: another signal ends the process at once."""
+    """Let another signal end the process at once, because the run is ending."""
     signal.signal(_FAILED, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def watch_engines(engines: list, failures: list[BaseException]) -> None:
-    """Let an engine that does not start end the run, where its actors would wait for it for ever.
+    """Let an engine that does not start end the run, whose actors would otherwise wait for it forever.
 
     Args:
-        engines: gets the engines' handles.
-        failures: gets the exception that Ray carries home.
+        engines: the list that gets the engines' handles.
+        failures: the list that gets the engine's exception.
     """
 
     def watched(create_vllm_engines):
@@ -72,7 +72,7 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
         import ray
 
         try:
-            ray.get([engine.check_health.remote() for engine in engines])  # answered when they have started
+            ray.get([engine.check_health.remote() for engine in engines])  # an engine answers when it has started
         except Exception as error:
             failures.append(error)
             os.kill(os.getpid(), _FAILED)
@@ -84,13 +84,13 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
 
 
 def find_dead_engine(engines: list) -> BaseException | None:
-    """What Ray carries home of an engine that has died, if one has; the actors know only that a connection broke."""
+    """The exception of an engine that has died, if one has; the actors know only that a connection broke."""
     import ray
 
-    time.sleep(1)  # the connection may break before vLLM sees its process end
+    time.sleep(1)  # a connection may break before vLLM notices that its process has ended
     try:
         ray.get([engine.check_health.remote() for engine in engines], timeout=10)
     except ray.exceptions.GetTimeoutError:
-        return None  # busy
+        return None  # an engine is busy
     except Exception as error:
         return error

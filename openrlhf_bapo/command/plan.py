@@ -1,4 +1,4 @@
-"""What a training command will do, on paper: GPUs, memory, tokens, time, staleness, and what will not work."""
+"""Plans a training command on paper: GPUs, memory, tokens, time, staleness, disk, and problems."""
 
 import contextlib
 import json
@@ -9,27 +9,22 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from openrlhf_bapo.command.checks import clashes, gpu_groups
+from openrlhf_bapo.command.checks import gpu_groups
+from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.planning.memory import (
-    KNOWN_SHAPES,
+from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
+from openrlhf_bapo.planning.checkpoints import checkpoint_terms, replay_term
+from openrlhf_bapo.planning.engine_memory import (
     EngineSetup,
-    ModelShape,
-    Phase,
-    Term,
-    TrainingSetup,
-    check_fit,
-    checkpoint_terms,
     colocated_phases,
-    dynamic_batch_tokens,
+    engine_host_terms,
     engine_phase,
-    host_terms,
     kv_bytes_per_token,
     kv_cache,
-    replay_term,
-    training_phases,
 )
+from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
+from openrlhf_bapo.planning.terms import Phase, Term, check_fit
 from openrlhf_bapo.planning.time import rollout_seconds, step_flops
 
 GIB = 2**30
@@ -44,24 +39,24 @@ REMEDIES = {
     "optimizer step": "give --ds.zero_stage 3, more GPUs, or --ds.adam_offload",
     "weight sync": "give --vllm.enable_sleep and --ds.enable_sleep",
 }
-"""What helps against too large a phase."""
+"""Remedy for each phase that may be too large."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU, and what a run makes of it. Defaults are an H100 SXM's (NVIDIA's data sheet, without sparsity)."""
+    """One GPU, and how far a run uses it. Defaults are an H100 SXM's (NVIDIA's data sheet, without sparsity)."""
 
     gpu_memory: float = 80
     """GiB."""
 
     gpu_tflops: float = 989
-    """bf16, in 10^12 operations a second."""
+    """10^12 bf16 operations per second."""
 
     gpu_bandwidth: float = 3350
-    """Of its memory, in 10^9 bytes a second."""
+    """Memory bandwidth, in 10^9 bytes per second."""
 
     utilization: float = 0.4
-    """The part of `gpu_tflops` that training reaches: an assumption."""
+    """Fraction of `gpu_tflops` that training reaches: an assumption."""
 
     response_tokens: int | None = None
     """Mean length of a response; None: the longest."""
@@ -69,26 +64,26 @@ class Machine:
 
 @dataclass
 class Plan:
-    """What to print, and what is wrong."""
+    """Facts to print, and problems."""
 
     facts: dict[str, str] = field(default_factory=dict)
-    """What, and how much, in words."""
+    """Text by title."""
 
     phases: dict[str, list[Phase]] = field(default_factory=dict)
-    """Of each kind of GPU, what is in its memory at the same time."""
+    """Phases by kind of GPU."""
 
     host: list[Term] = field(default_factory=list)
-    """Host memory, per GPU but for the replay pool."""
+    """Host memory, per GPU except for the replay pool."""
 
     problems: list[str] = field(default_factory=list)
     """One line each, with the flag to change."""
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of a model: from a folder's config.json, from what we know, or from the hub.
+    """Read a model's shape from a folder's config.json, from `KNOWN_SHAPES`, or from the hub.
 
     Raises:
-        ValueError: naming the model, if none of these has it or the plan does not know its architecture.
+        ValueError: naming the model, if it is in none of these places or its architecture is not supported.
     """
     try:
         if os.path.isdir(model):
@@ -107,25 +102,29 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     """Plan a run.
 
     Args:
-        args: as `arguments.parse` gives them.
-        shape: of the actor's model.
-        machine: what it runs on.
+        args: from `arguments.parse`.
+        shape: the actor's model.
+        machine: the GPUs.
     """
-    plan = Plan()
-    setup, engine = training_setup(args), engine_setup(args)
-    gpu_bytes = int(machine.gpu_memory * GIB)
-    cache = kv_cache(shape, engine, gpu_bytes)
-    shares_gpus = args.train.colocate_all and not args.train.async_enable
-    plan.problems += clashes(args, shape.num_attention_heads, shape.max_position_embeddings)
+    plan = Plan(problems=list(find_clashes(args, shape.num_attention_heads, shape.max_position_embeddings)))
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
     _count_gpus(plan, args)
     _count_steps(plan, args)
     if plan.problems:
-        return plan  # sizes that do not divide have no memory to plan
+        return plan  # with sizes that do not divide there is no memory to plan
     if args.partial.token_budget and not args.offpolicy.lag:
-        _reckon_token_budget(plan, args, shape)
+        _plan_token_budget(plan, args, shape)
+    _plan_rollout(plan, args, shape, machine)
+    _plan_disk(plan, args, shape)
+    _plan_memory(plan, args, shape, machine)
+    return plan
+
+
+def _plan_rollout(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
+    engine = engine_setup(args)
+    cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
     if cache.fits:
-        _reckon_times(plan, args, shape, machine)
+        _plan_times(plan, args, shape, machine)
         sequences = f"{cache.num_sequences * args.vllm.num_engines:,.0f} sequences of {engine.max_len:,} tokens"
         plan.facts["KV cache of all engines"] = sequences
     else:
@@ -134,16 +133,26 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
             f"are left for KV, not enough for one sequence of --data.max_len {args.data.max_len}; raise it, or "
             f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}"
         )
+
+
+def _plan_disk(plan: Plan, args: Namespace, shape: ModelShape) -> None:
     for flag, terms in disk_terms(args, shape).items():
         size = sum(term.bytes for term in terms) / GIB
         parts = "; ".join(f"{term.name} {term.bytes / GIB:,.1f} GiB = {term.formula}" for term in terms)
         plan.facts[f"disk, {flag}"] = f"{size:,.1f} GiB ({parts}); free here: {_room(flag, args)[1] / GIB:,.1f} GiB"
 
-    if shares_gpus:
+
+def _plan_memory(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
+    setup, engine, gpu_bytes = training_setup(args), engine_setup(args), int(machine.gpu_memory * GIB)
+    plan.host = host_terms(shape, setup)
+    if args.train.colocate_all and not args.train.async_enable:
         plan.phases["every GPU"] = colocated_phases(shape, setup, engine, gpu_bytes)
+        plan.host += engine_host_terms(shape, engine)
     else:
         plan.phases["an actor's GPU"] = training_phases(shape, setup)
         plan.phases["an engine's GPU"] = [engine_phase(shape, engine, gpu_bytes)]
+    if args.replay.ratio:
+        plan.host.append(_full_pool(args))
     for gpu, phases in plan.phases.items():
         fit = check_fit(phases, gpu_bytes)
         if fit.overflow > 0:
@@ -152,22 +161,23 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
                 f"{gpu} needs {fit.phase.total / GIB:.1f} GiB of {machine.gpu_memory:g} in the phase "
                 f"{fit.phase.name!r} (largest: {largest} GiB); {REMEDIES[fit.phase.name]}"
             )
-    plan.host = host_terms(shape, setup, engine if shares_gpus else None)
-    if args.replay.ratio:
-        plan.host.append(_full_pool(args))
-    return plan
 
 
 def _full_pool(args: Namespace) -> Term:
-    # Beside the pool's own: returns, the engine's log-probs, with a KL loss the reference's, with GAE values.
+    # Returns and the engine's log-probs, with a KL loss the reference's log-probs, with GAE values.
     columns = 2 + (args.algo.kl.use_loss and args.algo.kl.init_coef > 0) + bool(args.critic.model_name_or_path)
-    return replay_term(args.replay.capacity, args.rollout.n_samples_per_prompt, args.data.max_len, columns)
+    return replay_term(
+        capacity=args.replay.capacity,
+        samples_per_group=args.rollout.n_samples_per_prompt,
+        tokens_per_sample=args.data.max_len,
+        num_extra_columns=columns,
+    )
 
 
 def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
-    """What a run writes, by the flag of its folder; a critic counts as a model of the actor's size.
+    """Bytes that a run writes, by the flag of the folder. A critic counts as a model of the actor's size.
 
-    A best checkpoint, models in Hugging Face's format beside the checkpoints, and unfinished responses come on top.
+    Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
     n = shape.num_parameters
     terms = {"--ckpt.output_dir": [Term("the model", 2 * n, f"{n:,} parameters x 2 bytes")]}
@@ -179,7 +189,7 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
 
 
 def _room(flag: str, args: Namespace) -> tuple[Path, int]:
-    """The folder of a flag, and the bytes there for it: those free on its disk, and those of what a run replaces."""
+    """The folder of a flag, and the bytes available to it: free on its disk, or in files that the run replaces."""
     of_checkpoints = flag == "--ckpt.path"
     folder = Path(args.ckpt.path if of_checkpoints else args.ckpt.output_dir)
     replaced = (file for file in folder.glob("_*/**/*" if of_checkpoints else "*") if file.is_file())
@@ -187,7 +197,7 @@ def _room(flag: str, args: Namespace) -> tuple[Path, int]:
 
 
 def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
-    """A line for every folder whose disk, on this machine, is too small for what a run writes to it."""
+    """One line per folder whose disk, on this machine, is too small for the run's files."""
     found = []
     for flag, terms in disk_terms(args, shape).items():
         folder, room = _room(flag, args)
@@ -198,17 +208,17 @@ def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
 
 
 def warn_of_small_disks(args: Namespace) -> None:
-    """`disk_warnings` of a model that is in a folder, on stderr; flat `args`, names with dots."""
+    """Print `disk_warnings` for a model in a local folder to stderr; `args` are flat, names with dots."""
     from openrlhf.utils.config import hierarchize
 
     model = vars(args)["actor.model_name_or_path"]
-    with contextlib.suppress(ValueError):  # an architecture that the plan does not know
+    with contextlib.suppress(ValueError):  # an architecture that is not supported
         for warning in disk_warnings(hierarchize(args), read_shape(model)) if os.path.isdir(model) else []:
             warn(warning)
 
 
 def training_setup(args: Namespace) -> TrainingSetup:
-    """The actor's side of `args`."""
+    """How `args` train the actor."""
     if args.train.dynamic_batch_enable:
         size = args.ds.ring_attn_size * args.ds.tensor_parallel_size
         train_tokens, forward_tokens = (
@@ -220,7 +230,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
             group.micro_batch_size * args.data.max_len for group in (args.train, args.rollout)
         )
     return TrainingSetup(
-        num_gpus=args.actor.num_nodes * args.actor.num_gpus_per_node,
+        num_gpus=num_actor_gpus(args),
         micro_batch_tokens=train_tokens,
         forward_tokens=forward_tokens,
         zero_stage=args.ds.zero_stage,
@@ -241,7 +251,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
 
 
 def engine_setup(args: Namespace) -> EngineSetup:
-    """The rollout engines' side of `args`."""
+    """How `args` run the rollout engines."""
     return EngineSetup(
         max_len=args.data.max_len,
         tensor_parallel_size=args.vllm.tensor_parallel_size,
@@ -274,7 +284,7 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
         f"{args.train.batch_size * length / 1e6:,.1f} million tokens"
     )
     if left := fresh % args.train.batch_size:
-        facts["samples left over"] = f"{left} of a rollout's {fresh} make no whole optimizer step"
+        facts["samples left over"] = f"{left} of a rollout's {fresh} do not fill an optimizer step"
     queued = args.train.async_queue_size if args.train.async_enable else 0
     staleness = {"fresh samples": queued + (args.partial.max_staleness if args.partial.token_budget else 0)}
     if args.replay.ratio:
@@ -285,7 +295,7 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
             f"{lag} rollouts wait ({lag * num_prompts:,} prompts); staleness is {lag} from training step {lag} on"
         )
     if args.train.partial_rollout_enable:
-        facts["partial rollouts"] = "a response goes on across weight updates; its tokens know their versions"
+        facts["partial rollouts"] = "a response continues across weight updates; each token knows its policy version"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"
     dataset = args.data.prompt_dataset
     if dataset and os.path.isfile(dataset):
@@ -295,25 +305,26 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
 
 
 def _num_samples(args: Namespace) -> int:
-    """Of one training step at most, fresh and replayed."""
+    """The most samples of a training step, fresh and replayed."""
     fresh = args.rollout.batch_size
     return (fresh + round(args.replay.ratio * fresh)) * args.rollout.n_samples_per_prompt
 
 
 def _num_optimizer_steps(args: Namespace) -> int:
-    """Of one training step at most."""
+    """The most optimizer steps of a training step."""
     return _num_samples(args) // args.train.batch_size * args.train.max_epochs
 
 
 def num_ratio_forwards(args: Namespace, length: int) -> int:
-    """Optimizer steps of a training step before which all their tokens go through a forward without gradient.
+    """Optimizer steps of a training step that are preceded by a forward without gradient over all their tokens.
 
-    With `--bapo.scope update` those of several micro-batches, except the first after fresh rollouts, whose log-probs
-    the same weights have just computed (`BapoActorTrainer._before_update`). With `--bapo.smoothing` none.
+    With `--bapo.scope update` these are the steps of several micro-batches. The first step after fresh rollouts needs
+    no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With
+    `--bapo.smoothing` no step needs one.
 
     Args:
-        args: as `arguments.parse` gives them.
-        length: mean tokens of a sample, by which dynamic batches are cut.
+        args: from `arguments.parse`.
+        length: mean tokens per sample, which decides how many samples a dynamic batch holds.
     """
     if args.policy_loss != "bapo" or args.bapo.scope != "update" or args.bapo.smoothing:
         return 0
@@ -328,29 +339,29 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
     return _num_optimizer_steps(args) - (not args.replay.ratio)
 
 
-def _reckon_token_budget(plan: Plan, args: Namespace, shape: ModelShape) -> None:
+def _plan_token_budget(plan: Plan, args: Namespace, shape: ModelShape) -> None:
     budget, longest = args.partial.token_budget, args.rollout.max_new_tokens or args.data.max_len
     num_rollouts = math.ceil(longest / budget)
     in_flight = math.ceil(args.partial.oversample * args.rollout.batch_size)
     plan.facts["token budget"] = (
-        f"{budget:,} a rollout: a response of {longest:,} takes {num_rollouts} rollouts or more; at most {in_flight} "
+        f"{budget:,} per rollout: a response of {longest:,} takes {num_rollouts} rollouts or more; at most {in_flight} "
         f"prompts in flight for {args.rollout.batch_size}"
     )
     if 0 < args.partial.max_segments < num_rollouts:
-        what = {"drop": "dropped with their groups", "finish": "ended there, as truncated"}[args.partial.on_stale]
+        what = {"drop": "dropped with their groups", "finish": "ended there, as truncated ones"}[args.partial.on_stale]
         plan.facts["responses cut"] = (
             f"after --partial.max_segments {args.partial.max_segments} x {budget:,} tokens they are {what}"
         )
-    # Of the longest response, whose prefix grows by the budget from rollout to rollout.
+    # The prefix of the longest response grows by the budget from rollout to rollout.
     prompt = max(args.data.max_len - longest, 0)
     again = sum(prompt + budget * past for past in range(1, num_rollouts))
     size = again * kv_bytes_per_token(shape, args.vllm.tensor_parallel_size) / GIB
     plan.facts["prefilled again"] = (
-        f"{again:,} tokens of prompt and prefix for a response of {longest:,}, {size:,.2f} GiB of KV a GPU"
+        f"{again:,} tokens of prompt and prefix for a response of {longest:,}, {size:,.2f} GiB of KV per GPU"
     )
 
 
-def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
+def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
     setup, engine = training_setup(args), engine_setup(args)
     fresh = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     longest = args.rollout.max_new_tokens or args.data.max_len
@@ -362,17 +373,30 @@ def _reckon_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machi
     ratio_tokens = num_forwards * args.train.batch_size * length
 
     def training_time(trained_tokens: int, forward_tokens: int) -> tuple[float, int]:
-        flops = step_flops(shape, trained_tokens, forward_tokens, length, setup.gradient_checkpointing)
+        flops = step_flops(
+            shape,
+            trained_tokens=trained_tokens,
+            forward_tokens=forward_tokens,
+            length=length,
+            gradient_checkpointing=setup.gradient_checkpointing,
+        )
         return flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization), flops
 
     training, flops = training_time(trained, fresh * length + ratio_tokens)
     cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
-    sequences = math.ceil(fresh / args.vllm.num_engines)
-    rollout = rollout_seconds(shape, engine, cache, sequences, prompt, response, machine.gpu_bandwidth * 1e9)
+    rollout = rollout_seconds(
+        shape,
+        engine,
+        cache,
+        num_sequences=math.ceil(fresh / args.vllm.num_engines),
+        prompt_tokens=prompt,
+        response_tokens=response,
+        bytes_per_second=machine.gpu_bandwidth * 1e9,
+    )
     plan.facts[f"time with responses of {response:,} tokens"] = (
         f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), training "
         f"{training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {machine.utilization:.0%} of {machine.gpu_tflops:g} "
-        f"TFLOP/s a GPU)"
+        f"TFLOP/s per GPU)"
     )
     if num_forwards:
         seconds, flops = training_time(0, ratio_tokens)

@@ -1,1 +1,1 @@
-"""Memory and time of a run on paper; plain Python, knows no framework."""
+"""Memory and time of a run on paper, in plain Python, without any framework."""

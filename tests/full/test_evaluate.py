@@ -228,7 +228,7 @@ def test_prompts_are_those_of_openrlhfs_dataset_and_the_chat_template_is_on_wher
         (model / "chat_template.jinja").write_text(template)
     file = str(directory / "differences.jsonl")
     problems = evaluation.read_problems([file], "input", "label", None)
-    prompts = evaluation.make_prompts(problems, str(model), "input", "label", None, input_template, None)
+    prompts = evaluation.make_prompts(problems, str(model), "input", "label", input_template=input_template)
 
     data = Namespace(input_key="input", label_key="label", apply_chat_template=apply_chat_template)
     strategy = Namespace(args=Namespace(data=data), is_rank_0=lambda: False)
@@ -324,7 +324,7 @@ def test_a_resume_with_changed_files_is_refused(directory, tmp_path, capsys, cha
         ("import missing_module", "ModuleNotFoundError: No module named 'missing_module'"),
         ("def reward_func(:\n    pass", "SyntaxError: "),
         ("def reward(queries, prompts, labels):\n    pass", "AttributeError: module 'reward_func' has no attribute"),
-        ("reward_func = 1", "TypeError: reward_func is no function"),
+        ("reward_func = 1", "TypeError: reward_func is not a function"),
         ("import sys\nsys.exit(0)", "it exits with 0"),
         ("import sys\nsys.stderr.buffer.write(b'\\xff!')\nsys.exit(1)", "\ufffd!"),
         ("import os\nos.kill(os.getpid(), 9)", "it exits with -9"),

@@ -83,7 +83,13 @@ def _generate_greedily(directory: Path) -> None:
 
         found = []
         with evaluation.running_engines(
-            str(directory / "model"), 1, 1, 0.5, seed=0, max_model_len=72, endpoints=[str(directory / "reward.py")]
+            str(directory / "model"),
+            num_engines=1,
+            tensor_parallel_size=1,
+            gpu_memory_utilization=0.5,
+            seed=0,
+            max_model_len=72,
+            endpoints=[str(directory / "reward.py")],
         ) as (engine,):
             for budget, is_stopped in ((64, False), (64, False), (1, False), (7, False), (30, False), (64, True)):
                 stopping = asyncio.ensure_future(stop(engine)) if is_stopped else None

@@ -73,8 +73,8 @@ def test_updates_and_epochs_make_the_papers_staleness(recipe):
     ("environment", "message"),
     [
         (dict(METHOD="dapo"), "METHOD=dapo: allowed: grpo, clip_higher, static, bapo, bapo_gradient\n"),
-        (dict(UPDATES=7), "UPDATES=7: allowed: what divides the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
-        (dict(UPDATES=0), "UPDATES=0: allowed: what divides the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
+        (dict(UPDATES=7), "UPDATES=7: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
+        (dict(UPDATES=0), "UPDATES=0: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
     ],
 )
 def test_another_method_or_number_of_updates_is_refused_in_one_line(environment, message):

@@ -335,7 +335,7 @@ def test_deep_nesting_is_refused_in_one_line(tmp_path, capsys, name, depth):
     assert f"--source {tmp_path / name}: " in said
     # Rows that the parser can still read are left out like other unusable rows.
     assert "1 list or dict written as text (row 1)" in said or depth == DEEP and "cannot be read" in said
-    assert depth < DEEP or name == "rows.json" or "line 1 is no JSON" in said
+    assert depth < DEEP or name == "rows.json" or "line 1 is not JSON" in said
 
 
 @pytest.mark.parametrize("answer", ["[" * DEEP, "[" * DEEP + "]" * DEEP])
@@ -385,7 +385,7 @@ def copy_of_hub_repository(directory):
     return directory
 
 
-def test_of_a_copied_repository_only_the_configuration_and_the_split_are_read(tmp_path, capsys):
+def test_only_the_configuration_and_the_split_of_a_copied_repository_are_read(tmp_path, capsys):
     source = copy_of_hub_repository(tmp_path / "gsm8k")
     assert [line["label"] for line in convert(tmp_path, "gsm8k", source)] == ["1"]
     assert [line["label"] for line in convert(tmp_path, "gsm8k", source, "--split", "test")] == ["2"]
@@ -396,7 +396,7 @@ def test_of_a_copied_repository_only_the_configuration_and_the_split_are_read(tm
 @pytest.mark.parametrize(
     "names", [["rows.parquet"], ["0000.parquet", "0001.parquet"], ["train/0000.parquet", "test/0.parquet"]]
 )
-def test_parquet_files_are_told_apart_by_their_name_or_their_folder(tmp_path, names):
+def test_parquet_files_are_distinguished_by_their_name_or_their_folder(tmp_path, names):
     for number, name in enumerate(names):
         (tmp_path / "rows" / name).parent.mkdir(parents=True, exist_ok=True)
         write_rows(tmp_path / "rows" / name, [{"question": f"Find $x_{number}$.", "answer": str(number)}])
@@ -578,8 +578,8 @@ def test_mistakes_end_in_one_line_that_says_what_is_allowed(tmp_path, capsys):
         (missing, "No such file"),
         (empty_directory, "no dataset in it"),
         (tmp_path / "rows.txt", ".parquet"),
-        (tmp_path / "broken.jsonl", "line 2 is no JSON"),
-        (tmp_path / "numbers.json", "row 1 is no JSON object"),
+        (tmp_path / "broken.jsonl", "line 2 is not JSON"),
+        (tmp_path / "numbers.json", "row 1 is not a JSON object"),
         (tmp_path / "broken.parquet", "cannot be read"),
         (tmp_path / "latin.csv", "cannot be read"),
     ):

@@ -1,4 +1,4 @@
-"""What a run writes to disk, on paper, against what is free."""
+"""Disk space that a run needs, on paper, against the free space."""
 
 import math
 import os
@@ -11,7 +11,8 @@ import pytest
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.command.failures import describe_failure
 from openrlhf_bapo.command.plan import disk_terms, disk_warnings, read_shape
-from openrlhf_bapo.planning import memory
+from openrlhf_bapo.planning.checkpoints import replay_term
+from openrlhf_bapo.planning.model_shape import ModelShape
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def parse(directory, **flags):
     return pipeline.parse(pipeline.flags(directory, **{"ckpt__save_steps": 5, "policy_loss": "bapo"} | flags))
 
 
-def test_checkpoints_take_14_bytes_a_parameter_each_and_a_pool_beside_each_and_one_more(directory):
+def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_pool_is_written(directory):
     shape = read_shape(str(directory / "model"))
     n = shape.num_parameters
 
@@ -37,7 +38,7 @@ def test_checkpoints_take_14_bytes_a_parameter_each_and_a_pool_beside_each_and_o
     for without in (dict(ckpt__save_steps=None), dict(ckpt__disable_ds=True)):
         assert sizes(**without) == model
     with_gae = sizes(algo__advantage__estimator="gae", replay__ratio=1, replay__capacity=100)["--ckpt.path"]
-    pool = memory.replay_term(100, 4, 24, 3).bytes  # beside the pool's own: returns, the engine's log-probs, values
+    pool = replay_term(capacity=100, samples_per_group=4, tokens_per_sample=24, num_extra_columns=3).bytes
     assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
 
 
@@ -47,12 +48,12 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     assert disk_warnings(args, shape) == []
     free = shutil.disk_usage(tmp_path).free
     layers = math.ceil(free / 14 / 3 / (shape.num_parameters / shape.num_layers)) * 2  # too many for the checkpoints
-    large = memory.ModelShape(**vars(shape) | {"num_layers": layers})
+    large = ModelShape(**vars(shape) | {"num_layers": layers})
     assert free < 3 * 14 * large.num_parameters and 2 * large.num_parameters < free / 2
     (line,) = disk_warnings(args, large)
     needed = f"{3 * 14 * large.num_parameters:,}"
     assert f"--ckpt.path {tmp_path}/new/ckpt: a run writes {needed} bytes, with --ckpt.max_num 3" in line
-    # What a run replaces is room for it.
+    # Files that a run replaces count as free.
     old = tmp_path / "new/ckpt/_actor/global_step5/old.pt"
     old.parent.mkdir(parents=True)
     old.touch()
@@ -60,7 +61,7 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     assert disk_warnings(args, large) == []
 
 
-def test_a_plan_says_what_checkpoints_take_and_warns_where_that_is_more_than_is_free(directory, capsys):
+def test_a_plan_gives_the_size_of_checkpoints_and_warns_if_it_exceeds_the_free_space(directory, capsys):
     plan.main(pipeline.flags(directory, ckpt__save_steps=5, ckpt__max_num=10**9))
     said = capsys.readouterr()
     assert re.search(r"disk, --ckpt.path +[\d,.]+ GiB \(actor .* parameters x 14 .*; free here: [\d,.]+ GiB", said.out)
@@ -68,7 +69,7 @@ def test_a_plan_says_what_checkpoints_take_and_warns_where_that_is_more_than_is_
     assert warning.startswith(f"openrlhf-bapo: warning: --ckpt.path {directory}/ckpt: a run writes 1")
 
 
-def test_a_full_disk_is_named_with_the_bytes_that_a_checkpoint_takes(tmp_path):
+def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     args = {"ckpt.path": str(tmp_path), "ckpt.output_dir": str(model), "logger.tensorboard_dir": None}

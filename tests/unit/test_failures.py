@@ -1,4 +1,4 @@
-"""The last lines of a run that ends before its time, made from what ended it; signals on their way to the command."""
+"""The last lines of a run that fails, and the signals that reach the command through its script."""
 
 import errno
 import signal
@@ -26,14 +26,14 @@ def shutdown():
     time.sleep(600)
 
 
-ray.shutdown = shutdown  # stands for one that takes long
+ray.shutdown = shutdown  # stands for a slow one
 folders = {"ckpt.path": "none", "ckpt.output_dir": "none", "logger.tensorboard_dir": None, "ckpt.save_steps": 1}
 train_ppo_ray._end(ValueError("the cause"), folders, signals)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path, number):
+def test_a_signal_during_the_shutdown_ends_the_process_at_once(tmp_path, number):
     command = [".venv/bin/python", "-c", ENDING]
     with pipeline.running(command, tmp_path / "log") as process:
         pipeline.wait_until(lambda: "up" in (tmp_path / "log").read_text(), process, tmp_path / "log")
@@ -42,7 +42,7 @@ def test_a_signal_while_a_run_ends_ends_its_process_at_once(tmp_path, number):
     assert "KeyboardInterrupt" not in (tmp_path / "log").read_text()
 
 
-def test_a_signal_to_the_script_reaches_the_command_whose_exit_code_it_keeps(tmp_path):
+def test_a_signal_to_the_script_reaches_the_command_and_the_script_keeps_its_exit_code(tmp_path):
     command = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True)"
     script = f'set -euo pipefail; source scripts/follow.sh; follow {tmp_path}/log 1 "$@"; echo never'
     run = ["bash", "-c", script, "run", ".venv/bin/python", "-c", f"{command}; time.sleep(600)"]
@@ -59,7 +59,7 @@ def test_a_signal_to_the_script_reaches_the_command_whose_exit_code_it_keeps(tmp
 
 
 def carried(error: BaseException) -> RayTaskError:
-    """As Ray carries it home through two processes."""
+    """Wrap an error as Ray does on its way through two processes."""
     for place in ("ray::PPOTrainer.fit", "ray::PolicyModelActor.fit"):
         error = RayTaskError(place, f"Traceback ...\n{type(error).__name__}", error).as_instanceof_cause()
     return error
@@ -86,12 +86,12 @@ ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir":
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_a_cause_is_one_line_from_whichever_process_it_comes(tmp_path, monkeypatch, error, said):
+def test_a_cause_is_one_line_whichever_process_it_comes_from(tmp_path, monkeypatch, error, said):
     monkeypatch.chdir(tmp_path)
     for one in (error, carried(error)):
         ended, saved = describe_failure(one, ARGS, [])
         assert ended.startswith(f"the run has ended: {said}") and "\n" not in ended
-        assert saved.startswith("nothing is saved, the same command starts anew (--ckpt.save_steps -1: never")
+        assert saved.startswith("nothing is saved; the same command starts from the beginning (--ckpt.save_steps -1: ")
     assert describe_failure(error, ARGS, [15])[0].startswith(f"the run has ended: SIGTERM, {said}")
 
 
@@ -99,13 +99,13 @@ def test_a_cause_is_one_line_from_whichever_process_it_comes(tmp_path, monkeypat
     ("steps", "every"),
     [(-1, "never, unless an evaluation is the best"), (float("inf"), "never, unless"), (20, "every 20 steps")],
 )
-def test_a_run_that_has_saved_nothing_says_how_often_it_would_have(tmp_path, steps, every):
+def test_a_run_without_a_checkpoint_says_how_often_it_would_save_one(tmp_path, steps, every):
     args = ARGS | {"ckpt.path": str(tmp_path), "ckpt.save_steps": steps}  # OpenRLHF's parser makes inf of -1
     _, saved = describe_failure(KeyError("episode"), args, [])
     assert f"(--ckpt.save_steps {steps}: {every}" in saved
 
 
-def test_a_full_disk_is_named_whatever_the_exception_says(tmp_path):
-    args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": str(tmp_path)}  # where there is never room
+def test_a_full_disk_is_named_even_if_the_exception_does_not(tmp_path):
+    args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": str(tmp_path)}  # /proc never has space
     ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
     assert ended == "the run has ended: RuntimeError: iostream error; the disk of /proc is full (0 bytes free)"

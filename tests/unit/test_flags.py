@@ -1,4 +1,4 @@
-"""Our flags: what is refused, in one line, before anything heavy is loaded; and what they resolve to."""
+"""Our flags: mistakes are refused in one line before slow imports, and the others resolve to their settings."""
 
 import argparse
 import re
@@ -10,6 +10,7 @@ import pipeline
 import pytest
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig
+from openrlhf_bapo.command import arguments
 from openrlhf_bapo.command.flags import add_flags, check_flags
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.replay_pool import ReplayConfig
@@ -50,7 +51,7 @@ from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
             "--policy_loss bapo --bapo.preset steady --bapo.smoothing_start 0.5 2",
             r"--bapo.smoothing_start \(0.5, 2.0\) .*lower bound must lie in \[0.6, 0.9\]",
         ),
-        ("--policy_loss ppo --bapo.smoothing 9", "--bapo.smoothing 9.0: .*--policy_loss bapo, which is ppo"),
+        ("--policy_loss ppo --bapo.smoothing 9", "--bapo.smoothing 9.0: .*--policy_loss bapo, not ppo"),
         ("--policy_loss gspo --bapo.preset paper", "--bapo.preset paper: .*--policy_loss bapo.*gspo"),
         ("--bapo.max_skipped_updates -1", "--bapo.max_skipped_updates -1: allowed: 0 or more"),
         ("--reward_fault.patience -1", "--reward_fault.patience -1: allowed: 0 or more seconds"),
@@ -101,7 +102,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(policy_loss="bapo", actor__policy_loss_type="gspo"), "--actor.policy_loss_type ppo, which is gspo"),
+        (dict(policy_loss="bapo", actor__policy_loss_type="gspo"), "--actor.policy_loss_type ppo, not gspo"),
         (dict(policy_loss="bapo", actor__eps_clip="0.3"), "--actor.eps_clip .*--bapo.ratio_lower_start"),
         (dict(eval__at_start=True, train__async_enable=True), "--eval.at_start: .*--train.async_enable"),
         (
@@ -136,7 +137,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         ),
         (
             dict(replay__ratio=0.5, rollout__n_samples_per_prompt=6),
-            "--replay.ratio 0.5: draws 8 groups a training step; allowed: what draws at least 16",
+            "--replay.ratio 0.5: draws 8 groups per training step; allowed: a ratio that draws at least 16",
         ),
         (dict(replay__ratio=1, data__max_images_per_prompt=1), "--replay.ratio 1.0: .*without --data.max_images"),
         (
@@ -144,7 +145,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
             "--algo.advantage.is_correction_level seq: .*second time",
         ),
         (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
-        (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*ppo or bapo, which is gspo"),
+        (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*ppo or bapo, not gspo"),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
     ],
 )
@@ -199,7 +200,7 @@ DEFAULTS = {
 }
 
 
-def test_every_flag_has_the_default_of_the_readme():
+def test_every_flag_has_its_documented_default():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     found = vars(parser.parse_args([]))
@@ -207,8 +208,8 @@ def test_every_flag_has_the_default_of_the_readme():
     assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in DEFAULTS.items()}
 
 
-# In the order of the flags: rho_0; lower start, max, step; upper start, max, step; contribution; order and kind of the
-# target, which have no flag; scope, token weight, --actor.dual_clip, smoothing.
+# rho_0; lower start, max, step; upper start, max, step; contribution; order and kind of the target, which have no flag;
+# scope, token weight, --actor.dual_clip, smoothing.
 PRESETS = {
     None: (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
     "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
@@ -320,11 +321,11 @@ def test_openrlhfs_pair_of_clip_bounds_is_refused_with_bapo(tmp_path, capsys):
     ],
     ids=lambda given: " ".join(map(str, given.items())),
 )
-def test_what_is_allowed_is_taken(tmp_path, given):
+def test_allowed_combinations_are_accepted(tmp_path, given):
     pipeline.parse(pipeline.flags(tmp_path, **given))
 
 
-def test_groups_of_one_sample_are_replayed_where_equal_rewards_are_kept(tmp_path):
+def test_groups_of_one_sample_can_be_replayed_if_equal_rewards_are_kept(tmp_path):
     one = dict(rollout__n_samples_per_prompt=1, rollout__batch_size=64, algo__advantage__estimator="reinforce")
     argv = pipeline.flags(tmp_path, replay__ratio=1, **one)
     assert pipeline.parse([*argv, "--no-replay.skip_uninformative"]).replay.skip_uninformative is False
@@ -372,7 +373,7 @@ def test_entropy_is_logged_for_bapo_unless_the_user_set_it(tmp_path):
 @pytest.mark.parametrize(
     "given", [{}, dict(policy_loss="ppo"), dict(policy_loss="gspo"), dict(actor__policy_loss_type="gspo")]
 )
-def test_without_bapo_openrlhfs_arguments_are_its_own(tmp_path, given):
+def test_without_bapo_openrlhfs_arguments_keep_their_values(tmp_path, given):
     args = pipeline.parse(pipeline.flags(tmp_path, **given))
     expected = "gspo" if "gspo" in given.values() else "ppo"
     assert args.actor.policy_loss_type == args.policy_loss == expected
@@ -392,13 +393,30 @@ def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):
     assert ratio_base(policy_loss="ppo") is None and ratio_base(train__async_enable=True) is None
 
 
-def test_under_a_token_budget_tokens_know_their_versions_whatever_the_loss(tmp_path):
+def test_under_a_token_budget_tokens_know_their_versions_with_any_loss(tmp_path):
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9))
     assert args.offpolicy.ratio_base == "recomputed"
     args = pipeline.parse(
         pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9, train__async_enable=True)
     )
     assert args.offpolicy.ratio_base == "rollout"
+
+
+def test_the_arguments_are_those_of_openrlhfs_own_parser_and_the_given_ones_are_known(tmp_path, monkeypatch):
+    parse, found = arguments._parse, []
+
+    def parse_twice(parser: argparse.ArgumentParser):
+        parsed, given = parse(parser)
+        found.append((dict(vars(parsed)), given, vars(parser.parse_args())))
+        return parsed, given
+
+    monkeypatch.setattr(arguments, "_parse", parse_twice)
+    argv = pipeline.flags(tmp_path, policy_loss="bapo", replay__ratio=1, ds__packing_samples=True)
+    pipeline.parse([*argv, "--no-replay.skip_uninformative", "--actor.adam.betas", "0.9", "0.95"])
+    ((parsed, given, expected),) = found
+    assert parsed == expected
+    names = {flag.removeprefix("--") for flag in argv if flag.startswith("--")}
+    assert given == names | {"replay.skip_uninformative", "actor.adam.betas"}
 
 
 def test_help_shows_openrlhfs_flags_and_ours():
@@ -414,7 +432,7 @@ def test_help_shows_openrlhfs_flags_and_ours():
 
 
 @pytest.mark.parametrize(("step", "given", "asked"), [(0, True, 1), (7, True, 0), (0, False, 0)])
-def test_a_run_evaluates_at_its_start_where_asked_to_and_not_again_when_it_is_resumed(step, given, asked):
+def test_a_run_evaluates_at_its_start_if_asked_and_not_again_when_it_is_resumed(step, given, asked):
     evaluations = []
 
     class Trainer:  # stands for OpenRLHF's, which needs Ray

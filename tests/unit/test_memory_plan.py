@@ -1,4 +1,4 @@
-"""The plan against what is planned: real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages, a real pool."""
+"""The plan against real models, DeepSpeed's buffers, autograd's tensors, vLLM's pages and a replay pool."""
 
 import copy
 import functools
@@ -21,11 +21,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo.command.plan import Machine, make_plan, num_ratio_forwards
-from openrlhf_bapo.planning import memory as plan
 from openrlhf_bapo.planning import time
+from openrlhf_bapo.planning.activations import (
+    LogitsBytes,
+    backward_bytes_per_token,
+    forward_bytes_per_token,
+    logits_bytes,
+    outer_bytes_per_token,
+    saved_bytes_per_token,
+)
+from openrlhf_bapo.planning.actor_memory import (
+    REDUCE_BUCKET_ELEMENTS,
+    TrainingSetup,
+    bucket_terms,
+    frozen_copy_terms,
+    host_terms,
+    idle_terms,
+    optimizer_terms,
+    training_phases,
+    weight_terms,
+)
+from openrlhf_bapo.planning.checkpoints import checkpoint_terms, replay_term
+from openrlhf_bapo.planning.engine_memory import (
+    EngineSetup,
+    colocated_phases,
+    engine_host_terms,
+    engine_process_term,
+    kv_bytes_per_token,
+    kv_cache,
+)
+from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
+from openrlhf_bapo.planning.terms import Term, check_fit
 
 GIB = 2**30
-TINY = plan.ModelShape(
+TINY = ModelShape(
     hidden_size=256,
     intermediate_size=704,
     num_layers=3,
@@ -46,8 +75,8 @@ BY_TYPE = {
 TOKENS = 256
 
 
-def config_of(shape: plan.ModelShape):
-    """transformers' config of this shape."""
+def config_of(shape: ModelShape):
+    """Make transformers' config of a shape."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     kind = Qwen3Config if shape.qk_norm else Qwen2Config if shape.attention_bias else LlamaConfig
@@ -64,8 +93,8 @@ def config_of(shape: plan.ModelShape):
     )
 
 
-def model_of(shape: plan.ModelShape, device: str = "cpu"):
-    """A real model of this shape, in bf16 with sdpa."""
+def model_of(shape: ModelShape, device: str = "cpu"):
+    """Make a real model of a shape, in bf16 with sdpa."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
@@ -79,13 +108,13 @@ def count(model) -> int:
 @pytest.mark.parametrize("name", ["32B", "-7B", "3B-Hybrid-Zero", "1.5B"])
 def test_known_models_have_the_published_number_of_parameters(name):
     published = {"32B": 32.76, "-7B": 7.62, "3B-Hybrid-Zero": 3.21, "1.5B": 1.54}
-    for known, shape in plan.KNOWN_SHAPES.items():
+    for known, shape in KNOWN_SHAPES.items():
         if name in known:
             assert round(shape.num_parameters / 1e9, 2) == published[name], known
 
 
 def test_known_shapes_have_as_many_parameters_as_transformers_builds():
-    for shape in set(plan.KNOWN_SHAPES.values()):
+    for shape in set(KNOWN_SHAPES.values()):
         assert count(model_of(shape, "meta")) == shape.num_parameters
 
 
@@ -105,22 +134,22 @@ def test_any_shape_read_from_a_config_has_as_many_parameters_as_transformers_bui
         vocab_size=draw(11, 32),
         tie_word_embeddings=draw(True, False),
     )
-    assert plan.ModelShape.from_config(config_of(shape).to_dict()) == shape
+    assert ModelShape.from_config(config_of(shape).to_dict()) == shape
     assert count(model_of(shape, "meta")) == shape.num_parameters
 
 
-def test_a_config_of_another_kind_is_refused_with_what_is_allowed():
+def test_a_config_of_another_kind_is_refused_with_the_allowed_kinds():
     with pytest.raises(ValueError, match="'gemma3' is not supported; it must be one of llama, qwen2, qwen3"):
-        plan.ModelShape.from_config({"model_type": "gemma3"})
+        ModelShape.from_config({"model_type": "gemma3"})
     with pytest.raises(ValueError, match="mlp_bias True is not supported"):
-        plan.ModelShape.from_config(config_of(BY_TYPE["llama"]).to_dict() | {"mlp_bias": True})
+        ModelShape.from_config(config_of(BY_TYPE["llama"]).to_dict() | {"mlp_bias": True})
 
 
 def allocations(function) -> tuple[int, int]:
-    """Bytes that torch's CPU allocator gave out during a call: the most at one time, and what the result keeps.
+    """Bytes that torch's CPU allocator gives out during a call: the peak, and the bytes that the result keeps.
 
-    What a matrix product takes and gives back before it ends is left out: a CPU without bfloat16 instructions (with
-    ``ONEDNN_MAX_CPU_ISA=AVX512_CORE`` one that has them) copies its operands to float32, which a GPU does not.
+    Temporary buffers of a matrix product are left out: a CPU without bfloat16 instructions (or with
+    ``ONEDNN_MAX_CPU_ISA=AVX512_CORE``) copies the operands to float32, which a GPU does not.
     """
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
@@ -154,7 +183,7 @@ def allocations(function) -> tuple[int, int]:
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_a_forward_keeps_the_bytes_of_the_table(model_type, gradient_checkpointing):
-    # CPU's sdpa is a flash attention too: it saves queries, keys, values, output and log-sum-exp.
+    # The CPU's sdpa is also a flash attention: it saves queries, keys, values, output and log-sum-exp.
     shape = BY_TYPE[model_type]
     model = model_of(shape).train()
     if gradient_checkpointing:
@@ -164,13 +193,13 @@ def test_a_forward_keeps_the_bytes_of_the_table(model_type, gradient_checkpointi
     kept -= TOKENS * shape.vocab_size * 2  # the logits
     if gradient_checkpointing:
         kept -= shape.num_layers * torch.get_rng_state().nbytes  # nearly nothing on a GPU
-    per_token = plan.saved_bytes_per_token(shape, gradient_checkpointing) + plan.outer_bytes_per_token(shape)
+    per_token = saved_bytes_per_token(shape, gradient_checkpointing) + outer_bytes_per_token(shape)
     assert kept == pytest.approx(TOKENS * per_token, rel=0.01)
 
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_a_checkpointed_layers_backward_peaks_where_the_plan_says(model_type):
-    # Twice as many tokens, so that what does not grow with them (gradients of weights) cancels.
+    # The difference of two lengths, in which constant parts (gradients of weights) cancel.
     shape = BY_TYPE[model_type]
     model = model_of(shape).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -180,7 +209,7 @@ def test_a_checkpointed_layers_backward_peaks_where_the_plan_says(model_type):
 
     step(8)  # makes the weights' gradients
     peak = allocations(lambda: step(4 * TOKENS))[0] - allocations(lambda: step(2 * TOKENS))[0]
-    per_token = plan.saved_bytes_per_token(shape, True) + plan.backward_bytes_per_token(shape, True)
+    per_token = saved_bytes_per_token(shape, True) + backward_bytes_per_token(shape, True)
     assert peak / (2 * TOKENS) == pytest.approx(per_token, rel=0.04)
 
 
@@ -188,7 +217,7 @@ def test_a_forward_without_gradient_peaks_where_the_plan_says():
     model = model_of(TINY).eval()
     with torch.no_grad():
         peak, _ = allocations(lambda: model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False))
-    assert peak == pytest.approx(TOKENS * plan.forward_bytes_per_token(TINY), rel=0.01)
+    assert peak == pytest.approx(TOKENS * forward_bytes_per_token(TINY), rel=0.01)
 
 
 WIDE = replace(
@@ -208,7 +237,7 @@ def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monk
     importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     from openrlhf.models import Actor, actor
 
-    # Elsewhere in this process torch.compile may be on; what it saves is another matter.
+    # Another test in this process may have torch.compile on, which saves other tensors.
     monkeypatch.setattr(actor, "compute_entropy", torch.compiler.disable(actor.compute_entropy))
     policy = Actor(model_of(WIDE), temperature=0.7)
     policy.packing_samples = False
@@ -228,8 +257,8 @@ def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monk
         with torch.no_grad():
             policy(ids, mask[:, 1:], mask)
 
-    setup = plan.TrainingSetup(1, tokens, tokens, temperature=0.7, entropy_coef=entropy_coef, fused_kernels=False)
-    expected, num_logits = plan.logits_bytes(setup), tokens * WIDE.vocab_size
+    expected = logits_bytes(temperature=0.7, entropy_coef=entropy_coef, fused_kernels=False)
+    num_logits = tokens * WIDE.vocab_size
     for function in (step, log_probs_only):
         function()
     assert allocations(step)[0] / num_logits == pytest.approx(expected.backward, rel=0.05)
@@ -240,11 +269,11 @@ def test_logits_take_the_bytes_of_the_plan_in_openrlhfs_actor(entropy_coef, monk
 def test_a_token_takes_as_many_bytes_as_vllms_cache_gives_it():
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    for shape in set(plan.KNOWN_SHAPES.values()):
+    for shape in set(KNOWN_SHAPES.values()):
         for size in (1, 2, 4, 8):
             heads = max(1, shape.num_key_value_heads // size)  # vllm.config.ModelConfig.get_num_kv_heads
             layer = FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=shape.head_dim, dtype=torch.bfloat16)
-            assert plan.kv_bytes_per_token(shape, size) * 16 == layer.page_size_bytes * shape.num_layers
+            assert kv_bytes_per_token(shape, size) * 16 == layer.page_size_bytes * shape.num_layers
 
 
 def test_a_full_replay_pool_takes_the_bytes_of_the_plan():
@@ -256,12 +285,14 @@ def test_a_full_replay_pool_takes_the_bytes_of_the_plan():
         sample = {name: torch.ones(num_tokens, dtype=dtype) for name, dtype in SAMPLE_DTYPES.items()}
         samples = [sample | {"returns": torch.ones(num_tokens)} for _ in range(num_samples)]
         pool.add([Group(samples, torch.arange(num_samples))])
-    planned = plan.replay_term(capacity, num_samples, num_tokens, num_extra_columns=1)
+    planned = replay_term(
+        capacity=capacity, samples_per_group=num_samples, tokens_per_sample=num_tokens, num_extra_columns=1
+    )
     assert pool.num_bytes == pytest.approx(planned.bytes, rel=0.01)  # and a reward a sample
 
 
-SHAPE_32B = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"]
-SETUP_32B = plan.TrainingSetup(
+SHAPE_32B = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"]
+SETUP_32B = TrainingSetup(
     num_gpus=64,
     micro_batch_tokens=66560,
     forward_tokens=66560,
@@ -270,14 +301,14 @@ SETUP_32B = plan.TrainingSetup(
     gradient_checkpointing=True,
     enable_sleep=True,
 )
-ENGINE_32B = plan.EngineSetup(66560, tensor_parallel_size=4, gpu_memory_utilization=0.8, enable_sleep=True)
+ENGINE_32B = EngineSetup(max_len=66560, tensor_parallel_size=4, gpu_memory_utilization=0.8, enable_sleep=True)
 
 
 def peak(setup=SETUP_32B, engine=ENGINE_32B) -> int:
-    return max(phase.total for phase in plan.colocated_phases(SHAPE_32B, setup, engine, 80 * GIB))
+    return max(phase.total for phase in colocated_phases(SHAPE_32B, setup, engine, 80 * GIB))
 
 
-# What each flag is for: it may only lower the peak of the phases in which the actor trains.
+# Each flag is for saving memory: without it, the peak of the training phases must be higher.
 @pytest.mark.parametrize(
     "costly",
     [
@@ -293,42 +324,42 @@ def peak(setup=SETUP_32B, engine=ENGINE_32B) -> int:
         {"adam_offload": False},
     ],
 )
-def test_training_needs_more_with_fewer_gpus_longer_micro_batches_and_without_what_saves_memory(costly):
-    training = lambda setup: max(p.total for p in plan.training_phases(SHAPE_32B, setup))  # noqa: E731
+def test_training_needs_more_with_fewer_gpus_longer_micro_batches_and_without_memory_saving_flags(costly):
+    training = lambda setup: max(p.total for p in training_phases(SHAPE_32B, setup))  # noqa: E731
     cheap = replace(SETUP_32B, adam_offload=not costly.get("adam_offload", True))
     assert training(replace(cheap, **costly)) > training(cheap)
 
 
 def test_the_largest_phase_decides_and_its_largest_terms_are_named():
-    phases = plan.colocated_phases(SHAPE_32B, SETUP_32B, ENGINE_32B, 80 * GIB)
-    fit = plan.check_fit(phases, 80 * GIB)
+    phases = colocated_phases(SHAPE_32B, SETUP_32B, ENGINE_32B, 80 * GIB)
+    fit = check_fit(phases, 80 * GIB)
     assert fit.phase.total == peak() == 80 * GIB + fit.overflow
     assert fit.overflow < 0
     assert [term.bytes for term in fit.largest] == sorted((term.bytes for term in fit.phase.terms), reverse=True)[:3]
-    small = plan.check_fit(phases, 20 * GIB)
+    small = check_fit(phases, 20 * GIB)
     assert small.phase == fit.phase and small.overflow == fit.overflow + 60 * GIB
 
 
 def test_an_engine_that_cannot_hold_one_sequence_does_not_fit():
     for size, fits in ((1, False), (2, True), (4, True)):
-        cache = plan.kv_cache(SHAPE_32B, replace(ENGINE_32B, tensor_parallel_size=size), 80 * GIB)
+        cache = kv_cache(SHAPE_32B, replace(ENGINE_32B, tensor_parallel_size=size), 80 * GIB)
         assert cache.fits is fits
         assert cache.num_tokens * cache.bytes_per_token <= max(cache.budget, 0)
 
 
 def test_an_engine_that_does_not_sleep_takes_its_share_from_training():
     awake, asleep = (
-        {phase.name: phase.total for phase in plan.colocated_phases(SHAPE_32B, SETUP_32B, engine, 80 * GIB)}
+        {phase.name: phase.total for phase in colocated_phases(SHAPE_32B, SETUP_32B, engine, 80 * GIB)}
         for engine in (replace(ENGINE_32B, enable_sleep=False), ENGINE_32B)
     )
     share = round(ENGINE_32B.gpu_memory_utilization * 80 * GIB)
-    process = plan.engine_process_term(ENGINE_32B).bytes
+    process = engine_process_term(ENGINE_32B).bytes
     for name in ("log-probs", "backward through the logits", "backward through a layer", "optimizer step"):
         assert awake[name] - asleep[name] == pytest.approx(share - process, abs=1)
     assert awake["generation"] == asleep["generation"]
 
 
-# One has more elements than ZeRO-3 gathers, reduces and steps over at once; the other has fewer, and its largest weight
+# LARGE has more elements than ZeRO-3 gathers, reduces and steps over at a time. SMALL has fewer, and its largest weight
 # is smaller than the bucket.
 LARGE = replace(SHAPE_32B, num_layers=6)
 SMALL = replace(SHAPE_32B, num_layers=1, hidden_size=512, intermediate_size=1024)
@@ -339,7 +370,7 @@ SMALL = replace(SHAPE_32B, num_layers=1, hidden_size=512, intermediate_size=1024
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_phase_of_training_has_all_its_terms(shape, stage, offloads, overlaps):
-    setup = plan.TrainingSetup(
+    setup = TrainingSetup(
         num_gpus=4,
         micro_batch_tokens=1000,
         forward_tokens=3000,
@@ -361,15 +392,15 @@ def test_every_phase_of_training_has_all_its_terms(shape, stage, offloads, overl
         states, gradients = 2 * largest * (stage < 3), gradients * (stage < 2)
     gathered = 2 * min(n, 10**9 + largest) * shared
     in_flight = 2 * max(largest, min(n, 500_000_000)) * (stage >= 2)
-    saved = 1000 * (plan.saved_bytes_per_token(shape, False) + plan.outer_bytes_per_token(shape))
-    layer = 1000 * plan.backward_bytes_per_token(shape, False)
+    saved = 1000 * (saved_bytes_per_token(shape, False) + outer_bytes_per_token(shape))
+    layer = 1000 * backward_bytes_per_token(shape, False)
     in_step = 0 if offloads else 6 * (n if stage == 0 else min(quarter, 10**9) if shared else quarter)
     in_step += states + (2 * (n if stage == 0 else quarter) if stage < 2 else gradients)
     idle = weights + frozen + states + (gradients + bucket) * shared
-    forward = 3000 * max(6 * vocabulary, plan.forward_bytes_per_token(shape))
+    forward = 3000 * max(6 * vocabulary, forward_bytes_per_token(shape))
     processes = 2 * GIB
     resident = weights + frozen + gradients + states + bucket + gathered + in_flight + saved + processes
-    assert {phase.name: phase.total for phase in plan.training_phases(shape, setup)} == {
+    assert {phase.name: phase.total for phase in training_phases(shape, setup)} == {
         "log-probs": idle + gathered + forward + processes,
         "backward through the logits": resident + 1000 * 10 * vocabulary,
         "backward through a layer": resident + 1000 * 4 * vocabulary + layer,
@@ -380,8 +411,8 @@ def test_every_phase_of_training_has_all_its_terms(shape, stage, offloads, overl
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.1])
 def test_a_temperature_or_an_entropy_in_the_loss_is_one_more_gradient_of_fused_logits(temperature, entropy_coef):
-    found = plan.logits_bytes(replace(SETUP_32B, temperature=temperature, entropy_coef=entropy_coef))
-    assert found == plan.LogitsBytes(6, 12 if temperature == 0.7 or entropy_coef == 0.1 else 10, 4)
+    found = logits_bytes(temperature=temperature, entropy_coef=entropy_coef, fused_kernels=True)
+    assert found == LogitsBytes(6, 12 if temperature == 0.7 or entropy_coef == 0.1 else 10, 4)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -390,12 +421,12 @@ def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_get
     setup = replace(SETUP_32B, has_reference=True)
     engine = replace(ENGINE_32B, enable_sleep=sleeps, enforce_eager=enforce_eager)
     weights = 2 * SHAPE_32B.num_parameters // 4
-    workspace = 2048 * plan.forward_bytes_per_token(SHAPE_32B, 4) + 128 * SHAPE_32B.vocab_size * 16
+    workspace = 2048 * forward_bytes_per_token(SHAPE_32B, 4) + 128 * SHAPE_32B.vocab_size * 16
     process, share = (1 if enforce_eager else 2) * GIB, 64 * GIB  # 0.8 of 80
-    cache = plan.kv_cache(SHAPE_32B, engine, 80 * GIB)
+    cache = kv_cache(SHAPE_32B, engine, 80 * GIB)
     assert cache.budget == share - weights - workspace - process
-    idle = sum(term.bytes for term in plan.idle_terms(SHAPE_32B, setup)) + 2 * GIB
-    phases = {p.name: p.total for p in plan.colocated_phases(SHAPE_32B, setup, engine, 80 * GIB)}
+    idle = sum(term.bytes for term in idle_terms(SHAPE_32B, setup)) + 2 * GIB
+    phases = {p.name: p.total for p in colocated_phases(SHAPE_32B, setup, engine, 80 * GIB)}
     assert phases["generation"] == share + idle
     copies = 4 * SHAPE_32B.largest_parameter
     assert phases["weight sync"] == idle + copies + (weights + process if sleeps else share)
@@ -403,7 +434,7 @@ def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_get
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offloads, sleeps", [(True, False), (False, True), (False, False)])
-def test_the_host_has_what_was_taken_from_the_gpu(stage, offloads, sleeps):
+def test_the_host_has_the_terms_that_leave_the_gpu(stage, offloads, sleeps):
     setup = replace(SETUP_32B, zero_stage=stage, adam_offload=offloads, enable_sleep=sleeps, enable_ema=True)
     setup = replace(setup, has_reference=True, reference_offload=True, grad_accum_bytes=4)
     shard = SHAPE_32B.num_parameters // 64
@@ -414,28 +445,30 @@ def test_the_host_has_what_was_taken_from_the_gpu(stage, offloads, sleeps):
         expected["sleeping optimizer states"] = (12 + (4 if stage == 3 else 0)) * shard
     if stage == 3:
         expected |= {"EMA copy": 2 * shard, "reference model": 2 * shard}
-    found = {term.name: term.bytes for term in plan.host_terms(SHAPE_32B, setup, ENGINE_32B)}
+    on_host = host_terms(SHAPE_32B, setup) + engine_host_terms(SHAPE_32B, ENGINE_32B)
+    found = {term.name: term.bytes for term in on_host}
     assert found == pytest.approx(expected, rel=1e-6)
-    of_frozen = [term.name for term in plan.frozen_copy_terms(SHAPE_32B, setup)]
+    of_frozen = [term.name for term in frozen_copy_terms(SHAPE_32B, setup)]
     assert of_frozen == ([] if stage == 3 else ["reference model", "EMA copy"])
 
 
 def test_a_full_disk_of_checkpoints_has_one_pool_more_than_checkpoints():
-    pool = plan.Term("replay pool", 7, "7 bytes")
-    terms = plan.checkpoint_terms({"actor": 1000, "critic": 10}, 3, pool)
+    pool = Term("replay pool", 7, "7 bytes")
+    terms = checkpoint_terms({"actor": 1000, "critic": 10}, 3, pool)
     assert {term.name: term.bytes for term in terms} == {"actor": 3 * 14_000, "critic": 3 * 140, "replay pool": 4 * 7}
 
 
 def test_sleeping_states_are_on_the_host_while_the_engine_generates():
-    asleep, awake = (plan.idle_terms(SHAPE_32B, replace(SETUP_32B, enable_sleep=s)) for s in (True, False))
+    asleep, awake = (idle_terms(SHAPE_32B, replace(SETUP_32B, enable_sleep=s)) for s in (True, False))
     assert [term.name for term in asleep] == ["weights"]
     states = sum(term.bytes for term in awake) - sum(term.bytes for term in asleep)
-    bucket = 2 * plan.REDUCE_BUCKET_ELEMENTS
-    on_host = {term.name: term.bytes for term in plan.host_terms(SHAPE_32B, SETUP_32B, ENGINE_32B)}
+    bucket = 2 * REDUCE_BUCKET_ELEMENTS
+    on_host = {term.name: term.bytes for term in host_terms(SHAPE_32B, SETUP_32B)}
     assert on_host["sleeping optimizer states"] == states - bucket
-    assert "sleeping vLLM weights" in on_host
-    offloaded = replace(SETUP_32B, adam_offload=True)  # nothing is left for DeepSpeed's sleep to move
-    assert plan.idle_terms(SHAPE_32B, offloaded) == plan.idle_terms(SHAPE_32B, replace(offloaded, enable_sleep=False))
+    assert [term.name for term in engine_host_terms(SHAPE_32B, ENGINE_32B)] == ["sleeping vLLM weights"]
+    assert engine_host_terms(SHAPE_32B, replace(ENGINE_32B, enable_sleep=False)) == []
+    offloaded = replace(SETUP_32B, adam_offload=True)  # DeepSpeed's sleep has nothing left to move
+    assert idle_terms(SHAPE_32B, offloaded) == idle_terms(SHAPE_32B, replace(offloaded, enable_sleep=False))
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward", "checkpointed"])
@@ -453,7 +486,13 @@ def test_flops_are_those_that_torch_counts(passes):
             logits.sum().backward()
     trained, forwarded = (0, TOKENS) if passes == "forward" else (TOKENS, 0)
     causal, whole = (
-        time.step_flops(shape, trained, forwarded, length, gradient_checkpointing=passes == "checkpointed")
+        time.step_flops(
+            shape,
+            trained_tokens=trained,
+            forward_tokens=forwarded,
+            length=length,
+            gradient_checkpointing=passes == "checkpointed",
+        )
         for length in (TOKENS, 2 * TOKENS)
     )
     assert causal < whole
@@ -461,7 +500,7 @@ def test_flops_are_those_that_torch_counts(passes):
     assert counter.get_total_flops() == pytest.approx(whole, rel=0.08 if passes == "checkpointed" else 0.01)
 
 
-# Weights above 1e5 elements, which ZeRO-3 shards; smaller ones it keeps whole once gathered.
+# Weights of more than 1e5 elements. ZeRO-3 keeps smaller ones whole once they are gathered.
 SHARDED = replace(TINY, hidden_size=384, intermediate_size=768, num_layers=2, num_key_value_heads=8, vocab_size=640)
 STAGES = (0, 1, 2, 3)
 
@@ -477,7 +516,7 @@ RATIO_FLAGS = {
     "train__max_epochs": 2,
 }
 DYNAMIC = {"train__dynamic_batch_enable": True, "rollout__max_tokens_per_gpu": 64, "ds__packing_samples": True}
-# By name: flags, and before how many of the optimizer steps there is a forward for the ratios on 1 and on 2 ranks.
+# By name: flags, and the number of optimizer steps with a forward for the ratios, on 1 and on 2 ranks.
 RATIO_CASES = {
     "several micro-batches": ({}, 5, 5),
     "one micro-batch on 2 ranks": ({"train__micro_batch_size": 4}, 5, 0),
@@ -499,7 +538,7 @@ def ratio_argv(directory: Path, world_size: int, case: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """By world size, what `_measure` writes of rank 0."""
+    """The results of `_measure` on rank 0, by world size."""
     directory = pipeline.make_model(tmp_path_factory.mktemp("memory"))
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [pipeline.warm_python(), __file__, str(directory)]
@@ -518,8 +557,8 @@ def allocated(measured):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_openrlhfs_actor_allocates_the_model_states_of_the_plan(allocated, world_size, stage):
-    setup = plan.TrainingSetup(world_size, 32, 32, zero_stage=stage)
-    terms = plan.weight_terms(SHARDED, setup) + plan.optimizer_terms(SHARDED, setup) + plan.bucket_terms(setup)
+    setup = TrainingSetup(num_gpus=world_size, micro_batch_tokens=32, forward_tokens=32, zero_stage=stage)
+    terms = weight_terms(SHARDED, setup) + optimizer_terms(SHARDED, setup) + bucket_terms(setup)
     planned = {term.name: term.bytes for term in terms}
     for name in ("weights", "gradients", "optimizer states", "reduce bucket"):
         assert allocated[world_size, stage][name] == pytest.approx(planned.get(name, 0), rel=0.01), name
@@ -527,9 +566,9 @@ def test_openrlhfs_actor_allocates_the_model_states_of_the_plan(allocated, world
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_and_between_steps_the_actor_keeps_the_gradients_and_the_bucket_of_the_plan(allocated, stage):
-    setup = plan.TrainingSetup(2, 32, 32, zero_stage=stage)
-    step = next(phase for phase in plan.training_phases(SHARDED, setup) if phase.name == "optimizer step")
-    for name, terms in (("stepping", step.terms), ("idle", plan.idle_terms(SHARDED, setup))):
+    setup = TrainingSetup(num_gpus=2, micro_batch_tokens=32, forward_tokens=32, zero_stage=stage)
+    step = next(phase for phase in training_phases(SHARDED, setup) if phase.name == "optimizer step")
+    for name, terms in (("stepping", step.terms), ("idle", idle_terms(SHARDED, setup))):
         planned = {term.name: term.bytes for term in terms}
         expected = [planned.get("gradients", 0), planned.get("reduce bucket", 0)]
         assert allocated[2, stage][name] == pytest.approx(expected, rel=0.01), name
@@ -567,9 +606,9 @@ def dynamic_args():
 
 
 @pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
-def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_own(tmp_path, replay, num_forwards):
+def test_the_ratio_forward_is_in_the_plans_training_time_and_has_its_own_line(tmp_path, replay, num_forwards):
     (tmp_path / "reward.py").touch()
-    shape = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
+    shape = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
     sizes = {"data__max_len": 8192, "rollout__max_new_tokens": 7168, "rollout__batch_size": 128}
     sizes |= {"rollout__n_samples_per_prompt": 16, "train__batch_size": 512, "actor__num_gpus_per_node": 8}
 
@@ -583,7 +622,9 @@ def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_o
     name, time_fact = "of which the ratio forward", "time with responses of 3,072 tokens"
     with_it, without = facts("update"), facts("micro_batch")
     assert name not in without and with_it[name].endswith(f"before {num_forwards} of {4 + 4 * replay} optimizer steps")
-    flops = time.step_flops(shape, 0, num_forwards * 512 * 4096, 4096, gradient_checkpointing=False)
+    flops = time.step_flops(
+        shape, trained_tokens=0, forward_tokens=num_forwards * 512 * 4096, length=4096, gradient_checkpointing=False
+    )
     found = minutes_and_eflop(with_it[name])
     assert found == (round(flops / (8 * 989e12 * 0.4) / 60, 1), round(flops / 1e18, 2)) and found[1] > 0
     for after, before, part in zip(
@@ -593,7 +634,7 @@ def test_the_ratio_forward_is_in_the_plans_training_time_and_has_a_line_of_its_o
 
 
 def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int, case: str) -> int:
-    """Samples of this rank that go through the actor without gradient while it trains."""
+    """Count the samples of this rank that pass the actor without gradient while it trains."""
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy
 
@@ -619,9 +660,9 @@ def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int,
 
 
 def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
-    """Train OpenRLHF's PolicyModelActor; what is found on rank 0 to bytes-WORLD_SIZE.json.
+    """Train OpenRLHF's PolicyModelActor, and write the results of rank 0 to bytes-WORLD_SIZE.json.
 
-    For every stage the bytes of DeepSpeed's tensors, and for every case of the ratio forward its samples.
+    The results are the bytes of DeepSpeed's tensors for each stage, and the samples of each case of the ratio forward.
     """
     from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
     from openrlhf.utils import get_strategy
@@ -662,7 +703,7 @@ def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
 
 
 def _bytes(tensors) -> int:
-    """Of the distinct storages of tensors."""
+    """Bytes of the distinct storages of tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -689,7 +730,7 @@ def _gradients_and_bucket(engine) -> tuple[int, int]:
 
 
 def _measure_all(directory: Path) -> None:
-    """Every rank of a world of one and of two is a fork, after the imports, which take longest."""
+    """Fork every rank of a world of one and of two after the imports, which take longest."""
     importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     importlib.import_module("openrlhf.trainer.ray.ppo_actor")
     fork = multiprocessing.get_context("fork")
@@ -711,12 +752,20 @@ if __name__ == "__main__":
 
 
 def test_rollout_time_is_bound_by_weights_with_few_sequences_and_by_kv_with_many():
-    shape = plan.KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
-    engine = plan.EngineSetup(max_len=9216, gpu_memory_utilization=0.9)
-    cache = plan.kv_cache(shape, engine, 80 * GIB)
+    shape = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
+    engine = EngineSetup(max_len=9216, gpu_memory_utilization=0.9)
+    cache = kv_cache(shape, engine, 80 * GIB)
 
     def seconds(num_sequences, response_tokens=1000):
-        return time.rollout_seconds(shape, engine, cache, num_sequences, 0, response_tokens, 1e12)
+        return time.rollout_seconds(
+            shape,
+            engine,
+            cache,
+            num_sequences=num_sequences,
+            prompt_tokens=0,
+            response_tokens=response_tokens,
+            bytes_per_second=1e12,
+        )
 
     weights, kv = 2 * shape.num_parameters, 500 * cache.bytes_per_token  # half a response is there on average
     assert seconds(1) == pytest.approx(1000 * (weights + kv) / 1e12)

@@ -1,4 +1,4 @@
-"""The curves of runs: every logged number in the picture and the table."""
+"""The curves of runs: the picture and the table show every logged number."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ TAGS = [tag for _, panel in plot._PANELS for tag in panel] + ["eval/eval_sums_pa
 
 
 def log(folder: Path, offset: float = 0.0, num_steps: int = 5) -> dict[str, list[float]]:
-    """A run that logged every tag; what it logged."""
+    """Log every tag of a run; the logged values by tag."""
     curves = {tag: [offset + place + step / 8 for step in range(num_steps)] for place, tag in enumerate(TAGS)}
     writer = SummaryWriter(folder / "tensorboard")
     for tag, values in curves.items():
@@ -25,13 +25,13 @@ def log(folder: Path, offset: float = 0.0, num_steps: int = 5) -> dict[str, list
 
 @pytest.fixture
 def figures(monkeypatch) -> list:
-    """What was drawn."""
+    """The figures that were drawn."""
     found = []
     monkeypatch.setattr(pyplot, "close", found.append)
     return found
 
 
-def test_the_picture_of_a_run_holds_every_curve_that_was_logged_and_the_target(tmp_path, figures):
+def test_the_picture_of_a_run_shows_every_logged_curve_and_the_target(tmp_path, figures):
     curves = log(tmp_path)
     assert plot.read_scalars(tmp_path) == {tag: ([0, 1, 2, 3, 4], values) for tag, values in curves.items()}
     plot.main([str(tmp_path / "tensorboard"), "-o", str(tmp_path / "curves.png"), "--target", "0.45"])
@@ -41,7 +41,7 @@ def test_the_picture_of_a_run_holds_every_curve_that_was_logged_and_the_target(t
     assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
 
 
-def test_runs_of_one_label_are_a_mean_in_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
+def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
     for name, offset, num_steps in (("a", 0.0, 5), ("b", 2.0, 4), ("c", 10.0, 5)):
         log(tmp_path / name, offset, num_steps)
     runs = [f"bapo={tmp_path / 'a'}", f"bapo={tmp_path / 'b'}", str(tmp_path / "c")]
@@ -65,14 +65,14 @@ def test_runs_of_one_label_are_a_mean_in_a_band_and_labels_differ_in_more_than_t
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
 
 
-def test_a_run_without_a_label_has_its_folders_name_whether_it_or_its_tensorboard_folder_is_given(tmp_path, figures):
+def test_a_run_without_a_label_has_the_name_of_its_folder(tmp_path, figures):
     for name in ("a", "b"):
         log(tmp_path / name)
     plot.main([str(tmp_path / "a"), str(tmp_path / "b/tensorboard"), "-o", str(tmp_path / "curves.png")])
     assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b"]
 
 
-def test_trls_and_verls_names_are_drawn_where_openrlhfs_are_not_logged_and_nothing_is_drawn_twice(tmp_path, figures):
+def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path, figures):
     log(tmp_path / "ours")
     trls = ["train/reward", "train/entropy", "train/grad_norm"]
     verls = ["critic/score/mean", "actor/entropy", "actor/grad_norm"]
@@ -90,7 +90,7 @@ def test_trls_and_verls_names_are_drawn_where_openrlhfs_are_not_logged_and_nothi
     assert titles[2] == [*titles[1], "clip bounds (importance ratio)", "positive share of the objective"]
 
 
-def test_the_table_holds_every_logged_number(tmp_path):
+def test_the_table_has_every_logged_number(tmp_path):
     expected = []
     for run, offset in enumerate((0.0, 2.0)):
         curves = log(tmp_path / str(run), offset)

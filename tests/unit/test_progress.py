@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line a step."""
+"""The progress of a run for a person: one line per step."""
 
 import io
 import subprocess
@@ -21,7 +21,7 @@ EVALUATION = (
 COMPLETE = "openrlhf-bapo: the run is complete; its model is in out\n"
 
 
-def test_a_step_and_an_evaluation_become_one_line_each_and_the_rest_none():
+def test_a_step_and_an_evaluation_become_one_line_each_and_other_lines_are_not_shown():
     assert progress.describe(STEP) == "step    7  reward 0.250  entropy 0.500  clip low 0.600  clip high 1.750"
     assert progress.describe(EVALUATION.format(3, 0.25)) == "evaluation at step 3: sums_pass4 0.500, sums_pass1 0.250"
     assert progress.describe("anything else\n") is None
@@ -32,7 +32,7 @@ def follow(tmp_path, text: str, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
 
 
-def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
+def test_the_whole_output_is_kept_and_the_accuracy_is_summarized(tmp_path):
     text = EVALUATION.format(0, 0.25) + "noise\n" + STEP + EVALUATION.format(7, 0.75) + COMPLETE
     run = follow(tmp_path, text)
     assert (tmp_path / "log").read_text() == text
@@ -40,7 +40,7 @@ def test_the_whole_output_is_kept_and_accuracy_summed_up(tmp_path):
     assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
 
 
-def test_every_n_shows_the_first_step_and_every_nth_after_it_and_all_evaluations(tmp_path):
+def test_every_n_shows_the_first_step_every_nth_after_it_and_all_evaluations(tmp_path):
     steps = [STEP.replace("step 7", f"step {number}") for number in range(1, 7)]
     run = follow(tmp_path, EVALUATION.format(0, 0.25).join(steps) + COMPLETE, "--every", "2")
     shown = [line[9:].split("  reward")[0] for line in run.stdout.splitlines() if " step  " in line]
@@ -48,36 +48,36 @@ def test_every_n_shows_the_first_step_and_every_nth_after_it_and_all_evaluations
     assert run.stdout.count("evaluation at step 0") == 5
 
 
-def test_lines_after_a_run_is_complete_do_not_make_it_a_failure(tmp_path):
+def test_lines_after_the_end_of_a_run_do_not_make_it_a_failure(tmp_path):
     run = follow(tmp_path, STEP + COMPLETE + "Job succeeded\n" * 20)
     assert run.stderr == "" and run.stdout.splitlines()[-1].endswith(COMPLETE.rstrip())
 
 
 @pytest.mark.parametrize("before", ["starting\n", STEP], ids=["no step", "a step"])
-def test_a_run_that_ends_without_a_word_shows_its_last_lines_and_where_the_others_are(tmp_path, before):
+def test_a_run_that_ends_without_a_message_shows_its_last_lines_and_names_the_log(tmp_path, before):
     run = follow(tmp_path, before + "loading\nTerminated\n")
     assert run.stderr.splitlines()[-4:] == [
         "loading",
         "Terminated",
-        "the command ended here without a word, as a process does that is killed",
+        "the command ended here without a message, so it was probably killed",
         f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}",
     ]
 
 
-def test_the_cause_of_a_runs_end_is_the_last_thing_said(tmp_path):
+def test_the_cause_of_a_failure_is_printed_last(tmp_path):
     cause, saved = "openrlhf-bapo: the run has ended: a disk is full", "openrlhf-bapo: saved is ckpt (global_step2)"
     run = follow(tmp_path, f"{STEP}noise\n{cause}\n{saved}\nJob failed\n")
     assert [line[9:] for line in run.stdout.splitlines()[-2:]] == [cause, saved]
     assert run.stderr == f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}\n"
     refused = "openrlhf-bapo: --train.batch_size 0: allowed: 1 or more\n"
     run = follow(tmp_path, refused)
-    assert refused in run.stdout and "without a word" not in run.stderr
+    assert refused in run.stdout and "without a message" not in run.stderr
 
 
-def test_a_warning_is_shown_when_it_comes_and_does_not_explain_an_end(tmp_path):
+def test_a_warning_is_shown_at_once_and_does_not_count_as_the_cause_of_a_failure(tmp_path):
     warning = "openrlhf-bapo: warning: --eval.steps 5 does nothing without --eval.dataset\n"
     run = follow(tmp_path, warning + "noise\n" * 50)
-    assert warning in run.stdout and "ended here without a word" in run.stderr
+    assert warning in run.stdout and "ended here without a message" in run.stderr
 
 
 BARS = (
@@ -87,7 +87,7 @@ BARS = (
 )
 
 
-def test_a_step_that_takes_minutes_shows_how_far_it_has_come(tmp_path, monkeypatch, capsys):
+def test_a_step_of_several_minutes_shows_its_progress(tmp_path, monkeypatch, capsys):
     text = "".join(BARS) + STEP + "Loading: 50%|#####     | 1/2 [00:01<00:01]\n"
     for seconds, lines in (
         (0, ["  generate samples: 16 of 64 prompts", "  train epoch [1/2]: 1 of 8 micro-batches of a rank"]),

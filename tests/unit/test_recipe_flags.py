@@ -1,4 +1,4 @@
-"""The recipes' variables reach the training command: each that is set from outside is in its flag."""
+"""Every variable of a recipe that is set from outside reaches its flag of the training command."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ import shlex
 import pipeline
 import pytest
 
-# Values that no recipe has by default, each of them once: 22 prompts x 15 samples in 11 updates are batches of 30.
+# Values that no recipe has by default, all different: 22 prompts x 15 samples in 11 updates are batches of 30.
 UNUSUAL = dict(
     MODEL="an/unusual-model",
     DATA="/unusual/data.jsonl",
@@ -51,10 +51,11 @@ FLAGS = {
     "eval.steps": "19",
     "eval.n_samples_per_prompt": "23",
 }
-# On GPUs that training and rollout share, with an engine on each.
+# Where training and rollout take turns on the same GPUs, with an engine on each.
 SHARED = dict(GPUS_PER_NODE=10, MAX_TOKENS=4321)
 SHARED_FLAGS = {"actor.num_gpus_per_node": "10", "train.max_tokens_per_gpu": "4321", "vllm.num_engines": "30"}
-# By recipe: what else can be set, and the flags of that.
+# By recipe: its further variables, and their flags. A ring decides its own MAX_TOKENS, and GPUs that only train or only
+# roll out have their own variables: there, the shared variable changes no flag.
 RECIPES = {
     "qwen7b": (SHARED, SHARED_FLAGS),
     "octothinker3b": (SHARED | dict(TEMPLATE="Unusual: {}"), SHARED_FLAGS | {"data.input_template": "Unusual: {}"}),
@@ -63,7 +64,7 @@ RECIPES = {
         SHARED_FLAGS | {"partial.token_budget": "99", "partial.oversample": "1.75"},
     ),
     "qwen32b": (
-        dict(GPUS_PER_NODE=10, TENSOR_PARALLEL=2, RING_ATTN=4),
+        SHARED | dict(TENSOR_PARALLEL=2, RING_ATTN=4),
         {
             "actor.num_gpus_per_node": "10",
             "vllm.num_engines": "15",
@@ -73,7 +74,7 @@ RECIPES = {
         },
     ),
     "async_partial": (
-        dict(ACTOR_GPUS_PER_NODE=9, ENGINES=14, MAX_TOKENS=4321, QUEUE=8),
+        SHARED | dict(ACTOR_GPUS_PER_NODE=9, ENGINES=14, QUEUE=8),
         {
             "actor.num_gpus_per_node": "9",
             "vllm.num_engines": "14",
@@ -85,7 +86,7 @@ RECIPES = {
 
 
 def command_of(script: str, **environment) -> dict[str, str]:
-    """The flags that a recipe trains with; of one that is given twice the last."""
+    """The flags that a recipe trains with; the last value of a flag that is given twice."""
     run = pipeline.run_script(f"train_bapo_{script}.sh", DRY_RUN="command", **environment)
     assert run.returncode == 0, run.stderr
     flags, name = {}, None
@@ -101,18 +102,19 @@ def test_every_variable_of_a_recipe_is_in_its_flag(recipe):
     expected = FLAGS | own_flags
     usual, unusual = command_of(recipe), command_of(recipe, **UNUSUAL | own)
     assert {name: unusual.get(name) for name in expected} == expected
-    # The others are as they were; none of these values stands there by itself.
+    # All other flags keep their values, and none of these values is a default.
     assert {name: value for name, value in unusual.items() if usual.get(name) != value} == expected
-    script = (pipeline.REPOSITORY / f"scripts/train_bapo_{recipe}.sh").read_text()
-    assert {*re.findall(r"^([A-Z_]+)=\$\{\1:-", script, re.MULTILINE)} == {*UNUSUAL, *own, "GPU_MEMORY"}
+    scripts = (pipeline.REPOSITORY / f"scripts/{name}.sh" for name in ("launch", f"train_bapo_{recipe}"))
+    variables = re.findall(r"^([A-Z_]+)=\$\{\1:-", "".join(script.read_text() for script in scripts), re.MULTILINE)
+    assert {*variables} == {*UNUSUAL, *own, "GPU_MEMORY"}
 
 
-def test_a_recipe_without_an_evaluation_has_no_flag_of_one():
+def test_a_recipe_without_an_evaluation_has_no_evaluation_flags():
     given, left_out = command_of("qwen7b"), command_of("qwen7b", EVAL_N=0)
     assert {name: value for name, value in given.items() if not name.startswith("eval.")} == left_out != given
 
 
-def test_on_slurm_a_recipe_has_the_jobs_nodes_and_gpus():
+def test_on_slurm_a_recipe_uses_the_jobs_nodes_and_gpus():
     flags = command_of("slurm", SLURM_JOB_NUM_NODES=3, SLURM_GPUS_ON_NODE=12)
     assert (flags["actor.num_nodes"], flags["actor.num_gpus_per_node"]) == ("3", "12")
     assert flags["vllm.num_engines"] == "9"  # of 4 GPUs each

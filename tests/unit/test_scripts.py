@@ -1,4 +1,4 @@
-"""The control flow of a recipe and of the set-up; a program that notes its arguments stands for those they start."""
+"""The control flow of recipes and of the set-up; a program that records its arguments stands for the real ones."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ import pipeline
 import pytest
 
 PROGRAM = r"""#!/usr/bin/env bash
-if [ "$1" = progress ]; then exec cat; fi # beside the others
+if [ "$1" = progress ]; then exec cat; fi # runs beside the others
 { printf '%q ' "$(basename "$0")" "$@"; echo; } >>calls
 if [ -e failing ] && [[ " $* " = *" $(<failing) "* ]]; then
   echo "the last words" >&2
@@ -22,7 +22,7 @@ fi
 
 
 class Tree:
-    """A copy of the scripts with a virtual environment of such programs."""
+    """A copy of the scripts with a virtual environment of recording programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,11 +41,11 @@ class Tree:
         program.chmod(0o755)
 
     def fail(self, word: str) -> None:
-        """Let the programs fail that have this among their arguments."""
+        """Let every program fail that has this word among its arguments."""
         (self.folder / "failing").write_text(word)
 
     def run(self, script: str, *flags: str, **environment) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
-        """A script's run, and the programs that it started, with their arguments."""
+        """Run a script; its result, and the programs that it started, with their arguments."""
         calls = self.folder / "calls"
         calls.write_text("")
         outside = {name: os.environ[name] for name in ("PATH", "HOME")}
@@ -55,7 +55,7 @@ class Tree:
         return run, [shlex.split(line) for line in calls.read_text().splitlines()]
 
     def train(self, *flags: str, **environment):
-        """A recipe's run, and its calls of the command, or of Ray's, by what they do."""
+        """Run a recipe; its result, and its calls of our command or Ray's, by verb."""
         data = dict(DATA="prompts.jsonl", EVAL_DATA="first.jsonl second.jsonl", RUN="run", DEVICE="cpu")
         run, calls = self.run("train_bapo_qwen7b.sh", *flags, **data | environment)
         return run, {verb: call for call in calls for verb in ("train", "plot", "evaluate") if verb in call}
@@ -67,7 +67,7 @@ def tree(tmp_path):
 
 
 def values_of(call: list[str], flag: str) -> list[str]:
-    """The word after the flag, wherever the call has it."""
+    """The word after each occurrence of a flag."""
     return [value for word, value in itertools.pairwise(call) if word == flag]
 
 
@@ -88,9 +88,9 @@ def test_a_recipe_whose_training_fails_ends_with_its_exit_code_and_does_nothing_
     assert "the last words" in run.stdout
 
 
-def test_a_recipe_that_is_run_again_resumes_where_a_whole_checkpoint_is_and_only_there(tree):
+def test_a_recipe_that_is_run_again_resumes_only_from_a_complete_checkpoint(tree):
     checkpoints = tree.folder / "run/checkpoints/_actor"
-    checkpoints.mkdir(parents=True)  # of a run that ended before its first checkpoint was whole
+    checkpoints.mkdir(parents=True)  # of a run that ended before its first checkpoint was complete
     run, calls = tree.train()
     assert "--ckpt.load_enable" not in calls["train"] and "resuming" not in run.stdout
     (checkpoints / "latest").write_text("global_step20")
@@ -98,7 +98,7 @@ def test_a_recipe_that_is_run_again_resumes_where_a_whole_checkpoint_is_and_only
     assert "--ckpt.load_enable" in calls["train"] and "resuming from run/checkpoints\n" in run.stdout
 
 
-def test_overrides_win_over_the_recipe_and_the_command_lines_flags_over_them(tree):
+def test_overrides_win_over_the_recipe_and_the_command_line_wins_over_both(tree):
     lines = ["# a comment", "", "--train.batch_size 128", "--train.async_enable", "--ckpt.max_num 5"]
     (tree.folder / "overrides").write_text("\n".join(lines))  # without a line end after the last
     _, calls = tree.train("--train.batch_size", "256", OVERRIDES="overrides")
@@ -106,6 +106,22 @@ def test_overrides_win_over_the_recipe_and_the_command_lines_flags_over_them(tre
     assert values_of(calls["train"], "--train.async_enable") == ["--ckpt.max_num"]  # it has no value
     assert values_of(calls["train"], "--ckpt.max_num") == ["2", "5"]
     assert "comment" not in " ".join(calls["train"])
+
+
+def test_overrides_are_split_into_words_as_a_shell_does(tree):
+    template = """--data.input_template 'Question: {} ("x")' """
+    (tree.folder / "overrides").write_text(f"--actor.eps_clip_low_high 0.5 0.2\n{template}\n  # it's a comment\n")
+    _, calls = tree.train(OVERRIDES="overrides")
+    words = ["--actor.eps_clip_low_high", "0.5", "0.2", "--data.input_template", 'Question: {} ("x")']
+    assert calls["train"][-len(words) :] == words
+
+
+@pytest.mark.parametrize("content", ["--data.input_template 'Question", None], ids=["an open quote", "no file"])
+def test_overrides_that_cannot_be_read_end_the_recipe_with_code_2(tree, content):
+    if content:
+        (tree.folder / "overrides").write_text(content)
+    run, calls = tree.train(OVERRIDES="overrides")
+    assert (run.returncode, calls) == (2, {}) and "OVERRIDES=overrides: cannot be read; allowed: " in run.stderr
 
 
 def test_a_submitted_recipe_trains_and_evaluates_on_the_cluster_and_draws_here(tree):
@@ -116,7 +132,7 @@ def test_a_submitted_recipe_trains_and_evaluates_on_the_cluster_and_draws_here(t
 
 
 def test_a_followed_command_ends_when_all_of_its_output_has_been_shown(tree):
-    # The one that shows it is still at work when the command has ended.
+    # The program that shows the output is still at work when the command has ended.
     tree.make(tree.folder / ".venv/bin/openrlhf-bapo", "#!/usr/bin/env bash\ncat\nsleep 1\necho shown\n")
     (tree.folder / "scripts/followed.sh").write_text('source scripts/follow.sh; follow log 1 "$@"; echo after\n')
     run, _ = tree.run("followed.sh", "echo", "said")
@@ -124,13 +140,13 @@ def test_a_followed_command_ends_when_all_of_its_output_has_been_shown(tree):
 
 
 def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
-    """The set-up's run, and the device that it installed packages for, or "" if it installed none."""
+    """Run the set-up; its result, and the device that it installed packages for, or "" if it installed nothing."""
     run, calls = tree.run("setup.sh", **environment)
     installed = " ".join(" ".join(call) for call in calls)
     return run, "gpu" if "flash-attn" in installed else "cpu" if "requirements-cpu" in installed else ""
 
 
-def test_a_set_up_is_made_once_for_each_device(tree):
+def test_set_up_installs_once_per_device(tree):
     assert [set_up(tree, DEVICE=device)[1] for device in ("cpu", "cpu", "gpu", "gpu", "cpu")] == [
         "cpu",
         "",
@@ -140,7 +156,7 @@ def test_a_set_up_is_made_once_for_each_device(tree):
     ]
 
 
-def test_a_set_up_is_made_for_the_device_that_is_there_unless_one_is_named(tree):
+def test_set_up_is_for_the_detected_device_unless_one_is_named(tree):
     programs = tree.folder / "programs"
     tree.make(programs / "nvidia-smi", "#!/bin/sh\n")
     path = f"{programs}:{os.environ['PATH']}"
@@ -150,7 +166,7 @@ def test_a_set_up_is_made_for_the_device_that_is_there_unless_one_is_named(tree)
 
 
 @pytest.mark.parametrize("at", ["scripts/requirements-cpu.txt", "compileall"])
-def test_a_set_up_that_fails_shows_its_last_lines_and_is_made_again(tree, at):
+def test_a_set_up_that_fails_shows_its_last_lines_and_can_be_repeated(tree, at):
     tree.fail(at)
     run, _ = set_up(tree, DEVICE="cpu")
     assert run.returncode == 7

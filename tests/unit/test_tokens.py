@@ -1,4 +1,4 @@
-"""--bapo.dump_tokens and `openrlhf-bapo tokens`: written is what was trained on, drawn is what was written.
+"""--bapo.dump_tokens writes the trained tokens, and `openrlhf-bapo tokens` draws them.
 
 The real pipeline writes them in tests/integration/test_lag.py.
 """
@@ -26,7 +26,7 @@ from openrlhf_bapo.openrlhf import token_dump
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(0, 2**33))
-def test_however_tokens_are_split_over_calls_the_sample_is_the_same_of_its_size_and_in_their_order(parts, size, seed):
+def test_a_sample_does_not_depend_on_the_split_over_calls_and_keeps_the_order(parts, size, seed):
     shown = torch.arange(sum(parts))
     whole, split = (token_dump.TokenSample(size, seed) for _ in range(2))
     whole.add({"token": shown, "double": 2 * shown})
@@ -37,7 +37,7 @@ def test_however_tokens_are_split_over_calls_the_sample_is_the_same_of_its_size_
     assert len(kept) == min(size, len(shown)) and (kept.diff() > 0).all()
 
 
-def test_every_token_is_as_likely_to_be_kept_wherever_it_stands():
+def test_every_token_is_equally_likely_to_be_kept():
     counts = torch.zeros(60)
     for seed in range(2000):
         sample = token_dump.TokenSample(15, seed)
@@ -57,14 +57,14 @@ def directory(tmp_path_factory):
 
 
 def dumped(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of the only file that a run has written."""
+    """Columns of a run's only file."""
     (file,) = folder.rglob("*.parquet")
     table = parquet.read_table(file)
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
 def bounds(lower: float, upper: float) -> dict:
-    """Flags of a search that finds nothing else."""
+    """Flags of a search that can find only these bounds."""
     found = dict(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
     return {f"bapo__{name}": value for name, value in found.items()}
 
@@ -73,14 +73,14 @@ FLAGS = dict(bapo__dump_tokens=1, actor__dual_clip=None, train__max_epochs=1)
 
 
 def dump(directory, tmp_path, log_ratios=LOG_RATIOS, **flags) -> tuple[dict[str, np.ndarray], list[dict]]:
-    """What a training step over the eight stale samples writes, and what the ranks say."""
+    """Train a step on the eight stale samples; the tokens that it writes, and the output of the ranks."""
     given = FLAGS | dict(logger__tensorboard_dir=tmp_path / "tensorboard") | flags
     results = one_update(directory, STALENESS, log_ratios, **given)
     return dumped(tmp_path / "tensorboard/tokens"), results
 
 
 @pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
-def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_path, policy_loss):
+def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tmp_path, policy_loss):
     lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
     limits = bounds(lower, upper) if policy_loss == "bapo" else {}
     found, (result,) = dump(directory, tmp_path, policy_loss=policy_loss, **limits)
@@ -89,7 +89,7 @@ def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_p
     assert set(found["global_step"]) == {1} and set(found["update"]) == {0}
     assert not found["dual_clipped"].any()
 
-    # The rows are in the order of training, which shuffles: a sample is known by its length, staleness and ratio.
+    # Training shuffles the rows. A sample is recognized by its length, staleness and ratio.
     model_log_probs, model_entropy = of_the_model(directory)
     order = []
     for sample in range(8):
@@ -118,7 +118,7 @@ def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_p
 
 @torch.no_grad()
 def of_the_model(directory) -> tuple[list, list]:
-    """The eight samples' log-probs and entropies under the policy that they are trained from."""
+    """Log-probs and entropies of the eight samples under the policy before training."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
@@ -131,7 +131,7 @@ def of_the_model(directory) -> tuple[list, list]:
     return log_probs, entropies
 
 
-def test_a_negative_token_beyond_dual_clip_is_known_as_such(directory, tmp_path):
+def test_a_negative_token_beyond_dual_clip_is_marked(directory, tmp_path):
     # Samples 1, 3, 5, 7 are negative; 1 and 2 are above e.
     found, _ = dump(directory, tmp_path, [0, 1.5, 1.5, 0, 0, 0, 0, 0], actor__dual_clip=3.0, **bounds(0.7, 1.5))
     assert found["dual_clipped"].sum() == LENGTHS[1]
@@ -166,12 +166,12 @@ def test_however_the_step_is_split_every_token_is_there_once_an_epoch_with_its_o
         assert (found["optimizer_steps"] == found["update"]).all()
 
 
-def test_of_two_ranks_the_first_writes_its_own_tokens(directory, tmp_path):
+def test_only_the_first_of_two_ranks_writes_its_tokens(directory, tmp_path):
     found, _ = dump(directory, tmp_path, num_ranks=2)
     assert len(found["ratio"]) == sum(LENGTHS[:4]) and set(found["staleness"]) == set(STALENESS[:4])
 
 
-def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
+def test_a_file_has_a_maximum_size_and_only_tokens_of_its_step(directory, tmp_path):
     many = pipeline.make_experience([512] * 40)
     assert token_dump.MAX_TOKENS < 40 * 512
     many[0].advantages *= 0
@@ -193,7 +193,7 @@ def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
     assert found["ratio"][without_advantage].max() < 0.4 and not found["clipped"][without_advantage].any()
 
 
-def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothing_is_written(directory, tmp_path):
+def test_dumping_changes_neither_training_nor_logs_and_without_it_no_file_is_written(directory, tmp_path):
     def train(every: int) -> dict:
         given = dict(bapo__dump_tokens=every, logger__tensorboard_dir=tmp_path / str(every), train__max_epochs=2)
         (result,) = one_update(directory, STALENESS, LOG_RATIOS, num_steps=3, **given)
@@ -207,13 +207,13 @@ def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothin
     assert all(torch.equal(on["weights"][name], weight) for name, weight in off["weights"].items())
 
 
-def test_without_tensorboard_the_tokens_lie_beside_the_checkpoints(directory, tmp_path):
+def test_without_tensorboard_the_tokens_are_beside_the_checkpoints(directory, tmp_path):
     paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
     one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
     assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
 
 
-def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
+def test_a_resumed_run_continues_to_count_its_steps(directory, tmp_path):
     argv = pipeline.flags(directory, policy_loss="bapo", train__batch_size=8, ckpt__path=tmp_path / "ckpt")
     samples = [stale_samples(STALENESS, LOG_RATIOS)]
     pipeline.train_policy_actors(directory, argv, samples, num_steps=2, save_after=2)
@@ -223,7 +223,7 @@ def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
     assert set(dumped(tmp_path / "tb")["global_step"]) == {3}
 
 
-def test_steps_that_train_the_critic_alone_are_counted(directory, tmp_path):
+def test_steps_that_train_only_the_critic_are_counted(directory, tmp_path):
     dump(directory, tmp_path, critic__freezing_steps=4)  # of steps 0 to 4
     assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
 
@@ -238,19 +238,19 @@ def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (dict(policy_loss="bapo", bapo__dump_tokens=-1), "--bapo.dump_tokens -1: .*allowed: 0 .off. and above"),
+        (dict(policy_loss="bapo", bapo__dump_tokens=-1), "--bapo.dump_tokens -1: allowed: .* or 0 .off."),
         (dict(policy_loss="bapo", bapo__dump_tokens="all"), "--bapo.dump_tokens: invalid int value: 'all'"),
         (
             dict(policy_loss="ppo", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*bapo, or ppo and --offpolicy.ratio_base",
+            "--bapo.dump_tokens 5: .*bapo, or with ppo and --offpolicy.ratio_base",
         ),
         (
             dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*which is gspo",
+            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*; this run has gspo",
         ),
     ],
 )
-def test_what_cannot_be_dumped_is_refused_in_one_line(tmp_path, capsys, flags, message):
+def test_a_dump_that_is_impossible_is_refused_in_one_line(tmp_path, capsys, flags, message):
     (tmp_path / "reward.py").touch()
     with pytest.raises(SystemExit) as exit_:
         pipeline.parse(pipeline.flags(tmp_path, **flags))
@@ -262,7 +262,7 @@ def test_what_cannot_be_dumped_is_refused_in_one_line(tmp_path, capsys, flags, m
 
 
 def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
-    """Tokens of all kinds in a run's folder, and what was written of them."""
+    """Write tokens of all kinds to a run's folder; the columns that were written."""
     rng = np.random.default_rng(seed)
     ratio = np.exp(rng.normal(0, 0.6, num_tokens)).astype(np.float32)
     advantage = rng.choice([-1.5, -0.5, 0.0, 0.5, 1.5], num_tokens).astype(np.float32)
@@ -288,7 +288,7 @@ def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -
 
 
 def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, float]]]:
-    """(sign, by, group) -> (entropy, probability) of its tokens, one token after another."""
+    """Map (sign, by, group) to the (entropy, probability) of each of its tokens."""
     found = {}
     edges = list(zip(tokens.RATIO_EDGES, tokens.RATIO_EDGES[1:], strict=False))
     for values in zip(*columns.values(), strict=True):
@@ -305,11 +305,11 @@ def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[fl
     return found
 
 
-def test_the_numbers_are_those_of_the_tokens_counted_one_by_one(tmp_path):
+def test_the_numbers_agree_with_a_count_token_by_token(tmp_path):
     columns = written(tmp_path, num_tokens=2000)
     rows = tokens.measure(tokens.by_sign(tokens.read_tokens(tmp_path)))
     expected = expected_groups(columns)
-    assert len(expected) > 30  # of both signs all fates, and nearly all bins
+    assert len(expected) > 30  # all fates and nearly all bins of both signs
     by_group = {(row["sign"], row["by"], row["group"].split(":")[0]): row for row in rows}
     assert expected.keys() <= by_group.keys()
     for key, row in by_group.items():
@@ -330,13 +330,13 @@ def test_the_numbers_are_those_of_the_tokens_counted_one_by_one(tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch) -> list:
-    """What was drawn."""
+    """The figures that were drawn."""
     found = []
     monkeypatch.setattr(pyplot, "close", found.append)
     return found
 
 
-def test_the_picture_holds_every_token_that_has_an_advantage_the_bounds_and_the_numbers(tmp_path, figures):
+def test_the_picture_shows_every_token_with_an_advantage_the_bounds_and_the_numbers(tmp_path, figures):
     columns = written(tmp_path)
     tokens.main([str(tmp_path)])
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
@@ -364,7 +364,7 @@ def test_the_picture_holds_every_token_that_has_an_advantage_the_bounds_and_the_
     assert f"400 sampled tokens of global step 5; {num_left_out} without an advantage" in caption
     assert "up to\n3 versions, 19 optimizer steps" in caption and "are ours" in caption
 
-    # In grey: by marker and line, by hatch.
+    # Distinguishable in gray: by marker and line, by hatch.
     assert len({(curve.get_marker(), curve.get_linestyle()) for curve in curves}) == 2
     assert len({bars[0].get_hatch() for bars in fates.containers}) == 3
     assert len({line.get_linestyle() for line in positive.lines}) == 2
@@ -379,7 +379,7 @@ def test_a_run_with_tokens_of_one_sign_or_of_one_bound_is_drawn(tmp_path, sign):
     assert (tmp_path / "tokens.png").stat().st_size > 10_000
 
 
-def test_all_steps_are_drawn_unless_one_is_asked_for_and_the_table_holds_the_numbers(tmp_path, capsys):
+def test_all_steps_are_drawn_unless_one_is_chosen_and_the_table_has_the_numbers(tmp_path, capsys):
     of_step = {step: written(tmp_path / "run/tensorboard", step, seed=step) for step in (5, 10)}
 
     def table(*flags: str) -> list[dict]:

@@ -1,6 +1,6 @@
-"""What a user can get wrong, and what is said: one line with the flag and its value, and code 2, before Ray starts.
+"""A user's mistake ends in one line with the flag and its value, and exit code 2, before Ray starts.
 
-Every row of the table starts from one command that passes, so that it can only fail for its own fault.
+Each row of the table changes one command that passes, so that it can only fail because of this change.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
 
 HAS_GPU = torch.cuda.is_available()
 
-# --flag value, and what is said to be allowed.
+# --flag value, and a part of the message.
 VALUES = [
     *(
         (flag, 0, "allowed: 1 or more")
@@ -75,7 +75,11 @@ VALUES = [
     ("reward.stop_properly_penalty_coef", 2.0, "allowed: up to 1"),
     ("ds.zero_stage", 7, "allowed: 0, 1, 2, 3"),
     ("actor.lr_scheduler", "cosin", "allowed: linear, cosine, "),
-    ("actor.lr_scheduler", "warmup_stable_decay", "allowed: linear, cosine, "),  # which wants more than OpenRLHF gives
+    (
+        "actor.lr_scheduler",
+        "warmup_stable_decay",
+        "allowed: linear, cosine, ",
+    ),  # needs more arguments
     ("vllm.sync_backend", "ncll", "allowed: nccl, gloo"),
     ("ds.grad_accum_dtype", "fp8", "allowed: bf16, fp16, fp32"),
     ("ds.attn_implementation", "flash", "allowed: eager, sdpa, "),
@@ -86,7 +90,7 @@ VALUES = [
     ("data.input_template", "\\boxed{{}}", "allowed: a text with {} for the input"),
     ("data.prompt_probs", "0.5,0.5", "allowed: 1 numbers, one for each data set, that add up to 1"),
     ("data.prompt_probs", "half", "allowed: 1 numbers, one for each data set, that add up to 1"),
-    # How OpenRLHF's parser says it.
+    # In the words of OpenRLHF's parser.
     ("train.batch_size", "many", "invalid int value"),
     ("actor.adam.lr", "fast", "invalid float value"),
     ("algo.advantage.estimator", "ppo", "invalid choice"),
@@ -100,7 +104,7 @@ VALUES = [
     ("replay.strategy", "newest", "does nothing without --replay.ratio"),
     ("partial.max_segments", 2, "does nothing without --partial.token_budget"),
     ("partial.on_stale", "finish", "does nothing without --partial.token_budget"),
-    # Against each other. The baseline: a rollout of 16 prompts x 4 samples, one rank.
+    # Together with other flags. The baseline is a rollout of 16 prompts x 4 samples on one rank.
     ("train.batch_size", 20, "must be a multiple of 8, --train.micro_batch_size 8 on each of the 1 data-"),
     ("train.batch_size", 128, "a rollout has only 64 samples"),
     ("train.micro_batch_size", 48, "--train.batch_size 32: must be a multiple of 48"),
@@ -109,7 +113,7 @@ VALUES = [
     ("rollout.max_new_tokens", 24, "must be below --data.max_len 24"),
     ("data.max_len", 4096, "the model has 128 positions"),
     ("reward.overlong_buffer_len", 9.0, "must be below the 8 tokens of a response"),
-    ("rollout.vllm_generate_batch_size", 32, "allowed with --train.async_enable"),
+    ("rollout.vllm_generate_batch_size", 32, "allowed only with --train.async_enable"),
     ("actor.num_gpus_per_node", 3, "must be a multiple of 24"),
     # Files and folders.
     ("actor.model_name_or_path", "/nowhere/model", "no such folder"),
@@ -130,7 +134,7 @@ VALUES = [
     ("logger.tensorboard_dir", "/dev/null/tensorboard", "cannot be written (/dev/null: "),
 ]
 
-# Changes to the command, and what the line says.
+# Changes to the command, and parts of the message.
 COMMANDS = {
     "no model": (dict(actor__model_name_or_path=None), ["--actor.model_name_or_path: is missing"]),
     "no prompts": (dict(data__prompt_dataset=None), ["--data.prompt_dataset: is missing"]),
@@ -197,7 +201,7 @@ COMMANDS = {
     ),
     "a template beside a chat template": (
         dict(data__input_template="Q: {}", data__apply_chat_template=True),
-        ["--data.input_template: allowed without --data.apply_chat_template"],
+        ["--data.input_template: allowed only without --data.apply_chat_template"],
     ),
     "no chat template": (dict(data__apply_chat_template=True), ["--data.apply_chat_template", "has no chat template"]),
     "a package that is not installed": (
@@ -336,12 +340,12 @@ def ray_address(value: str):
 
 
 ROW = '{"input": "1+2=", "label": "3"}\n'
-LARGE = ROW * (9 << 20 >> 5)  # above what is read whole
+LARGE = ROW * (9 << 20 >> 5)  # more than is read whole
 
-# What is done to a copy of the baseline's files, and what the line says.
+# Changes to a copy of the baseline's files, and parts of the message.
 FILES = {
-    "an empty prompt file": (prompts(""), ["--data.prompt_dataset", "prompts.jsonl: has no row"]),
-    "a blank prompt file": (prompts("\n\n"), ["prompts.jsonl: has no row"]),
+    "an empty prompt file": (prompts(""), ["--data.prompt_dataset", "prompts.jsonl: has no rows"]),
+    "a blank prompt file": (prompts("\n\n"), ["prompts.jsonl: has no rows"]),
     "prompts that are no JSON": (prompts(ROW + "1+2=\n"), ["prompts.jsonl: line 2 is not JSON"]),
     "prompts that are cut off": (prompts(ROW * 3 + ROW[:20]), ["prompts.jsonl: line 4 is not JSON"]),
     "prompts that are no text": (prompts(b"\xff\xfe\x00"), ["prompts.jsonl: cannot be read"]),
@@ -381,7 +385,10 @@ FILES = {
         model(edit("config.json", model_type="qwen9")),
         ["model: its config.json cannot", "qwen9"],
     ),
-    "no language model": (model(text("config.json", '{"model_type": "vit"}')), ["its model_type 'vit' is no language"]),
+    "no language model": (
+        model(text("config.json", '{"model_type": "vit"}')),
+        ["model_type 'vit' is not a language"],
+    ),
     "no tokenizer": (model(without("tokenizer.json")), ["model: has no tokenizer"]),
     "a tokenizer that is cut off": (model(cut("tokenizer.json", 100)), ["model: its tokenizer cannot be loaded"]),
     "neither EOS nor pad": (
@@ -398,11 +405,14 @@ FILES = {
         model(cut("model.safetensors", 100_000)),
         ["model: model.safetensors has 100000 bytes, its header says 14"],
     ),
-    "weights whose header is cut off": (model(cut("model.safetensors", 100)), ["model.safetensors is no safetensors"]),
-    "empty weights": (model(cut("model.safetensors", 0)), ["model.safetensors is no safetensors file"]),
+    "weights whose header is cut off": (
+        model(cut("model.safetensors", 100)),
+        ["model.safetensors is not a safetensors"],
+    ),
+    "empty weights": (model(cut("model.safetensors", 0)), ["model.safetensors is not a safetensors file"]),
     "a pointer instead of weights": (
         model(text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 147744\n")),
-        ["model.safetensors is no safetensors file"],
+        ["model.safetensors is not a safetensors file"],
     ),
     "an index without its files": (
         model(index_without_its_files),
@@ -431,10 +441,10 @@ FILES = {
     ),
     "a reward_func that is none": (
         reward("reward_func = 3\n"),
-        ["(TypeError: reward_func is no function)"],
+        ["(TypeError: reward_func is not a function)"],
     ),
     "a reward file that ends the process": (reward("exit(0)\n"), ["wrong.py: cannot be loaded (it exits with 0)"]),
-    "a reward file that never loads": (never_loaded, ["wrong.py: is not loaded after 3 s"]),
+    "a reward file that never loads": (never_loaded, ["wrong.py: is still loading after 3 s"]),
     "an agent with a syntax error": (
         agent("class AgentExecutor(:\n"),
         ["--train.agent_func_path", "agent.py: cannot be loaded (SyntaxError", "defines AgentExecutor"],
@@ -442,7 +452,7 @@ FILES = {
     "an agent file without AgentExecutor": (agent("x = 1\n"), ["agent.py: cannot be loaded (AttributeError"]),
     "an AgentExecutor of its own": (
         agent("class AgentExecutor: ...\n"),
-        ["agent.py: cannot be loaded (TypeError: AgentExecutor is no openrlhf.utils.agent.AgentExecutorBase)"],
+        ["agent.py: cannot be loaded (TypeError: AgentExecutor is not an openrlhf.utils.agent.AgentExecutorBase)"],
     ),
     "an agent file that is no Python": (
         file("train.agent_func_path", "agent.txt", "", reward__remote_url=None),
@@ -485,7 +495,7 @@ TABLE = {
     **FILES,
 }
 
-# What is wrong all the same, and why nobody can know it before Ray starts. The check lets it pass.
+# Mistakes that pass, and why no check can find them before Ray starts.
 UNKNOWABLE = {
     "a hub model that does not exist": (
         dict(actor__model_name_or_path="nobody/nothing"),
@@ -561,12 +571,12 @@ def test_a_wrong_input_is_one_line_with_the_flag_and_its_value(directory, monkey
     assert all(part in errors[0] for part in said), errors
 
 
-def test_of_what_can_be_wrong_at_least_95_percent_is_answered():
+def test_at_least_95_percent_of_the_known_mistakes_are_found():
     assert len(TABLE) >= 120 and len(TABLE) / (len(TABLE) + len(UNKNOWABLE)) >= 0.95
 
 
 @pytest.mark.parametrize("row", UNKNOWABLE)
-def test_what_nobody_can_know_is_let_pass(directory, monkeypatch, row):
+def test_a_mistake_that_no_check_can_find_passes(directory, monkeypatch, row):
     fault, _ = UNKNOWABLE[row]
     changes = fault(directory, monkeypatch) if callable(fault) else fault
     code, errors, _ = said_by(argv(directory, changes))
@@ -574,15 +584,18 @@ def test_what_nobody_can_know_is_let_pass(directory, monkeypatch, row):
 
 
 WARNINGS = {
-    "a hub model": (dict(actor__model_name_or_path="nobody/nothing"), "nobody/nothing: is no folder here, so it is"),
-    "a hub data set": (dict(data__prompt_dataset="nobody/nothing"), "nobody/nothing: is no file or folder here, so"),
+    "a hub model": (
+        dict(actor__model_name_or_path="nobody/nothing"),
+        "nobody/nothing: is not a folder here, so it",
+    ),
+    "a hub data set": (dict(data__prompt_dataset="nobody/nothing"), "nobody/nothing: is not a file or folder here, so"),
     "evaluation steps": (dict(eval__steps=5), "--eval.steps 5 does nothing without --eval.dataset"),
     "learning rate": (dict(actor__adam__lr=1.0), "--actor.adam.lr 1.0 is a high learning rate"),
     "one checkpoint": (dict(ckpt__max_num=1, ckpt__save_steps=5), "--ckpt.max_num 1: OpenRLHF removes the only"),
-    "nothing to resume": (dict(ckpt__load_enable=True), "has no checkpoint; the run starts anew"),
+    "nothing to resume": (dict(ckpt__load_enable=True), "has no checkpoint; the run starts from step 0"),
     "not resumed": (
         lambda d, m: checkpoint("global_step2")(d, m) | dict(ckpt__load_enable=None),
-        "has checkpoints; without --ckpt.load_enable the run starts anew",
+        "has checkpoints, but without --ckpt.load_enable the run ignores them",
     ),
     "no EOS": (model(tokens_of_a_llama(eos_token=None)), "its tokenizer has no EOS token"),
     "more tokens than embeddings": (model(edit("config.json", vocab_size=9)), "has 17 tokens, its model 9"),
@@ -594,7 +607,7 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("row", WARNINGS)
-def test_what_is_probably_a_mistake_is_one_warning(directory, monkeypatch, row):
+def test_a_probable_mistake_is_one_warning(directory, monkeypatch, row):
     fault, said = WARNINGS[row]
     changes = fault(directory, monkeypatch) if callable(fault) else fault
     code, errors, warnings = said_by(argv(directory, changes))
@@ -616,10 +629,10 @@ def test_what_is_probably_a_mistake_is_one_warning(directory, monkeypatch, row):
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_what_is_right_passes_without_a_word(directory, monkeypatch, changes):
+def test_correct_flags_pass_without_a_word(directory, monkeypatch, changes):
     monkeypatch.chdir(directory)
     assert said_by(argv(directory, changes)) == (None, [], [])
-    assert not (directory / "made").exists()  # nothing is left by looking whether it can be written
+    assert not (directory / "made").exists()  # the check for write access leaves nothing behind
 
 
 @pytest.mark.parametrize(
@@ -632,8 +645,8 @@ def test_what_is_right_passes_without_a_word(directory, monkeypatch, changes):
         ("prompts.csv", "input,label\n1+2=,3\n"),
     ],
 )
-def test_whatever_openrlhf_can_read_passes(directory, name, content):
-    """OpenRLHF's own loading is the judge."""
+def test_every_data_file_that_openrlhf_can_read_passes(directory, name, content):
+    """OpenRLHF's own loading decides."""
     from datasets import load_dataset
 
     (directory / name).write_text(content)
@@ -643,8 +656,8 @@ def test_whatever_openrlhf_can_read_passes(directory, name, content):
     assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
 
 
-def test_the_reward_file_is_loaded_once_beside_openrlhf_and_no_longer_than_its_checks(directory, monkeypatch):
-    """Its imports take as long as the rest of the start's."""
+def test_the_reward_file_is_loaded_once_beside_openrlhf_and_ends_with_the_checks(directory, monkeypatch):
+    """Its imports may take as long as OpenRLHF's."""
     loads = directory / "loads"
     (directory / "reward.py").write_text(
         f"import os, time\nprint(os.getpid(), file=open({str(loads)!r}, 'a'), flush=True)\n"
@@ -652,7 +665,7 @@ def test_the_reward_file_is_loaded_once_beside_openrlhf_and_no_longer_than_its_c
     )
     upstream = arguments.register
 
-    def register() -> None:  # comes before OpenRLHF's imports
+    def register() -> None:  # runs before OpenRLHF's imports
         while not loads.exists() or not loads.read_text().endswith("\n"):
             time.sleep(0.01)
         upstream()
@@ -671,10 +684,10 @@ def test_the_reward_file_is_loaded_once_beside_openrlhf_and_no_longer_than_its_c
     assert not Path("/proc", process).exists()
 
 
-def test_a_dry_run_needs_neither_data_nor_model_but_reads_those_that_are_there(directory):
+def test_a_dry_run_needs_neither_data_nor_model_but_checks_those_that_exist(directory):
     missing = {"actor.model_name_or_path": "/later/model", "data.prompt_dataset": "/later/prompts.jsonl"}
     code, errors, warnings = said_by(argv(directory, missing | {"ckpt.path": "/proc/nowhere"}), checks.FILES)
-    assert (code, errors) == (None, []) and "is not there yet" in warnings[0]
+    assert (code, errors) == (None, []) and "does not exist yet" in warnings[0]
     (directory / "prompts.jsonl").write_text("oops\n")
     code, errors, _ = said_by(argv(directory, {"data.prompt_dataset": directory / "prompts.jsonl"}), checks.FILES)
     assert code == 2 and "prompts.jsonl: line 1 is not JSON" in errors[0]
@@ -688,14 +701,14 @@ def test_a_dry_run_needs_neither_data_nor_model_but_reads_those_that_are_there(d
         ({"actor": 1, "engines": 1, "reference": 8}, 8, "--ref.num_gpus_per_node"),
     ],
 )
-def test_more_gpus_than_there_are_is_a_line_with_who_asks_for_them(asked, num_gpus, flag):
+def test_too_many_gpus_are_refused_with_the_flag_that_asks_for_most(asked, num_gpus, flag):
     with pytest.raises(checks.FlagError, match=f"{flag}: the run asks for {sum(asked.values())} GPUs .*the 8 of"):
         checks.check_gpus(asked, num_gpus)
     checks.check_gpus(asked, sum(asked.values()))
 
 
 @pytest.mark.parametrize("row", ["no config", "no tokenizer", "neither EOS nor pad", "no weights", "empty weights"])
-def test_an_evaluation_says_the_same_of_its_model(directory, monkeypatch, capsys, row):
+def test_an_evaluation_refuses_the_same_models(directory, monkeypatch, capsys, row):
     fault, (*_, said) = FILES[row]
     fault(directory, monkeypatch)
     files = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", directory / "out"]
@@ -726,5 +739,5 @@ def test_the_command_itself_ends_with_that_line_and_code_2(directory, command, c
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].startswith(f"openrlhf-bapo: {said}")
     assert "Traceback" not in run.stderr and not (directory / "ray").exists()
-    if "ckpt__max_num" in changes and command == "train":  # OpenRLHF refuses last
+    if "ckpt__max_num" in changes and command == "train":  # OpenRLHF refuses after our checks
         assert f"warning: --ckpt.path {directory}/ckpt: a run writes " in run.stderr

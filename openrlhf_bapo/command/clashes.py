@@ -1,0 +1,189 @@
+"""Rules over several flags. A run that breaks one of them would fail only after Ray has started."""
+
+import contextlib
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+
+from openrlhf_bapo.command.input_files import listed
+
+_ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+"""Advantage estimators that compare the responses to a prompt."""
+
+
+def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: int | None = None) -> Iterator[str]:
+    """Yield one line per clash.
+
+    Args:
+        args: OpenRLHF's flags and ours, nested.
+        num_heads: attention heads of the actor's model; None: not known.
+        num_positions: the actor's positions, in tokens; None: not known.
+    """
+    yield from _missing(args)
+    yield from _clashes_of_gpus(args, num_heads)
+    yield from _clashes_of_batches(args)
+    yield from _clashes_of_lengths(args, num_positions)
+    yield from _clashes_of_data(args)
+    yield from _clashes_of_replay(args)
+
+
+def num_actor_gpus(args: Namespace) -> int:
+    """GPUs of the actor, on all nodes."""
+    return args.actor.num_nodes * args.actor.num_gpus_per_node
+
+
+def _missing(args: Namespace) -> Iterator[str]:
+    if not args.actor.model_name_or_path:
+        yield "--actor.model_name_or_path: is missing; allowed: a model's folder, or its name on the hub"
+    if not args.data.prompt_dataset:
+        yield "--data.prompt_dataset: is missing; allowed: a file or folder of prompts, or a data set's name on the hub"
+    if not (args.reward.remote_url or args.train.agent_func_path or args.reward.model_name_or_path):
+        yield (
+            "--reward.remote_url: is missing, and so are the other sources of rewards; allowed: a reward-function file "
+            "or HTTP URLs, or --reward.model_name_or_path, or --train.agent_func_path"
+        )
+    if not args.vllm.num_engines:
+        yield f"--vllm.num_engines {args.vllm.num_engines}: allowed: 1 or more, since only vLLM generates rollouts"
+
+
+def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
+    train, ds, vllm, ref, critic = args.train, args.ds, args.vllm, args.ref, args.critic
+    actor_grid = args.actor.num_nodes, args.actor.num_gpus_per_node
+    num_gpus, num_engine_gpus = num_actor_gpus(args), (vllm.num_engines or 0) * vllm.tensor_parallel_size
+    has_reference = args.algo.kl.init_coef > 0
+    reference = f"--ref.num_nodes {ref.num_nodes} x --ref.num_gpus_per_node {ref.num_gpus_per_node}"
+
+    if train.colocate_all and not train.async_enable and num_engine_gpus != num_gpus:
+        yield (
+            f"--vllm.num_engines {vllm.num_engines} x --vllm.tensor_parallel_size {vllm.tensor_parallel_size}: with "
+            f"--train.colocate_all the product must be the actor's {num_gpus} GPUs"
+        )
+    shares_gpus = train.colocate_all or train.colocate_actor_ref
+    if has_reference and shares_gpus and (ref.num_nodes, ref.num_gpus_per_node) != actor_grid:
+        yield (
+            f"{reference}: where actor and reference model share GPUs, both must be the actor's "
+            f"{args.actor.num_nodes} x {args.actor.num_gpus_per_node}"
+        )
+    if has_reference and min(ref.num_nodes, ref.num_gpus_per_node) < 1:
+        yield f"{reference}: allowed: 1 or more"
+    if args.algo.advantage.estimator == "gae" and min(critic.num_nodes, critic.num_gpus_per_node) < 1:
+        yield (
+            f"--critic.num_nodes {critic.num_nodes} x --critic.num_gpus_per_node {critic.num_gpus_per_node}: allowed: "
+            "1 or more"
+        )
+    if num_heads and num_heads % vllm.tensor_parallel_size:
+        yield (
+            f"--vllm.tensor_parallel_size {vllm.tensor_parallel_size}: must divide the model's {num_heads} attention "
+            "heads"
+        )
+    if num_gpus % (ds.ring_attn_size * ds.tensor_parallel_size):
+        yield (
+            f"--ds.ring_attn_size {ds.ring_attn_size} x --ds.tensor_parallel_size {ds.tensor_parallel_size}: must "
+            f"divide the actor's {num_gpus} GPUs"
+        )
+    accumulation = (ds.grad_accum_dtype or "").replace("bfloat", "bf").replace("float", "fp")
+    if ds.zero_stage == 0 and accumulation not in ("", ds.param_dtype):
+        yield (
+            f"--ds.grad_accum_dtype {ds.grad_accum_dtype}: with --ds.zero_stage 0 it must be --ds.param_dtype "
+            f"{ds.param_dtype}"
+        )
+    if num_gpus % ds.zpg:
+        yield f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs"
+
+
+def _clashes_of_batches(args: Namespace) -> Iterator[str]:
+    rollout, train, ds = args.rollout, args.train, args.ds
+    num_samples = rollout.batch_size * rollout.n_samples_per_prompt
+    num_ranks = num_actor_gpus(args) // (ds.ring_attn_size * ds.tensor_parallel_size)
+    micro_batch_size, per_rank = 1, ""
+    if not train.dynamic_batch_enable:
+        micro_batch_size = train.micro_batch_size
+        per_rank = f"--train.micro_batch_size {micro_batch_size} on each of "
+
+    if rollout.n_samples_per_prompt == 1 and args.algo.advantage.estimator in _ESTIMATORS_OVER_SAMPLES:
+        yield (
+            f"--rollout.n_samples_per_prompt 1: --algo.advantage.estimator {args.algo.advantage.estimator} compares "
+            "the responses to a prompt; allowed: 2 or more"
+        )
+    if train.batch_size > num_samples:
+        yield f"--train.batch_size {train.batch_size}: a rollout has only {num_samples} samples"
+    if not num_ranks or train.batch_size % (num_ranks * micro_batch_size):
+        yield (
+            f"--train.batch_size {train.batch_size}: must be a multiple of {num_ranks * micro_batch_size}, {per_rank}"
+            f"the {num_ranks} data-parallel ranks of --actor.num_gpus_per_node {args.actor.num_gpus_per_node}"
+        )
+    if num_samples // rollout.micro_batch_size < num_ranks:
+        yield (
+            f"--rollout.micro_batch_size {rollout.micro_batch_size}: leaves fewer than {num_ranks} micro-batches of a "
+            f"rollout's {num_samples} samples, one for each rank; allowed: up to {num_samples // num_ranks}"
+        )
+    if (rollout.vllm_generate_batch_size or 0) > rollout.batch_size and not train.async_enable:
+        yield (
+            f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size}: more than --rollout.batch_size "
+            f"{rollout.batch_size} is allowed only with --train.async_enable"
+        )
+
+
+def _clashes_of_lengths(args: Namespace, num_positions: int | None) -> Iterator[str]:
+    max_len, response = args.data.max_len, args.rollout.max_new_tokens or 0
+    overlong = args.reward.overlong_buffer_len or 0
+    if num_positions and max_len > num_positions:
+        yield f"--data.max_len {max_len}: the model has {num_positions} positions"
+    if response >= max_len:
+        yield (
+            f"--rollout.max_new_tokens {response}: must be below --data.max_len {max_len}, which counts the prompt too"
+        )
+    if overlong >= (response or max_len):
+        yield (f"--reward.overlong_buffer_len {overlong}: must be below the {response or max_len} tokens of a response")
+
+
+def _clashes_of_data(args: Namespace) -> Iterator[str]:
+    data = args.data
+    if data.input_template is not None and not _takes_an_input(data.input_template):
+        yield (
+            f"--data.input_template {data.input_template}: allowed: a text with {{}} for the input, other braces "
+            "doubled"
+        )
+    if data.input_template and data.apply_chat_template:
+        yield "--data.input_template: allowed only without --data.apply_chat_template, which OpenRLHF uses instead"
+    if args.eval.dataset and not (args.reward.remote_url or args.train.agent_func_path):
+        yield (
+            f"--eval.dataset {args.eval.dataset}: OpenRLHF evaluates with --reward.remote_url or "
+            "--train.agent_func_path, not with a reward model"
+        )
+    if data.prompt_probs is not None:
+        num_sets = len(listed(data.prompt_dataset))
+        probabilities = []
+        with contextlib.suppress(ValueError):
+            probabilities = [float(one) for one in data.prompt_probs.split(",")]
+        if len(probabilities) != num_sets or min(probabilities) < 0 or not math.isclose(sum(probabilities), 1):
+            yield (
+                f"--data.prompt_probs {data.prompt_probs}: allowed: {num_sets} numbers, one for each data set, that "
+                "add up to 1"
+            )
+
+
+def _takes_an_input(template: str) -> bool:
+    """Whether OpenRLHF's `template.format(input)` contains the input."""
+    try:
+        return "{}" in template and "an input" in template.format("an input")
+    except (ValueError, LookupError):
+        return False
+
+
+def _clashes_of_replay(args: Namespace) -> Iterator[str]:
+    """Settings that never replay a group, or fewer groups than asked for."""
+    replay = args.replay
+    if not replay.ratio:
+        return
+    if replay.max_staleness < 1:
+        yield (
+            f"--replay.max_staleness {replay.max_staleness}: never replays, since a group is one version old in the "
+            "next training step; allowed: 1 or more"
+        )
+    num_drawn = round(replay.ratio * args.rollout.batch_size)
+    if replay.capacity < num_drawn:
+        yield (
+            f"--replay.capacity {replay.capacity}: keeps fewer than the {num_drawn} groups that --replay.ratio "
+            f"{replay.ratio} draws per training step; allowed: {num_drawn} or more"
+        )

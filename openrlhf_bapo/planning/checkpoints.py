@@ -1,0 +1,41 @@
+"""Bytes of the replay pool, and of the checkpoints on disk that contain it."""
+
+from openrlhf_bapo.planning.terms import Term
+
+REPLAY_BYTES_PER_TOKEN = 17
+"""tokens 4, action_mask 1, behaviour_log_probs 4, versions 4, advantages 4 (`SAMPLE_DTYPES` in core/replay_pool.py)."""
+
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+"""bf16 weights, and AdamW's fp32 weights and two moments."""
+
+
+def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int, num_extra_columns: int = 0) -> Term:
+    """A full replay pool on the trainer's host.
+
+    Args:
+        capacity: groups of the pool.
+        num_extra_columns: further fp32 tensors with one value per token: returns and rollout_log_probs; with a KL loss
+            base_action_log_probs; with GAE values.
+    """
+    tokens = capacity * samples_per_group * tokens_per_sample
+    per_token = REPLAY_BYTES_PER_TOKEN + 4 * num_extra_columns
+    counts = f"{capacity:,} groups x {samples_per_group} samples x {tokens_per_sample:,} tokens"
+    return Term("replay pool", tokens * per_token, f"{counts} x {per_token} bytes")
+
+
+def checkpoint_terms(num_parameters: dict[str, int], num_kept: int, replay: Term | None = None) -> list[Term]:
+    """Checkpoints on disk as DeepSpeed writes them, and our replay pool beside each.
+
+    Args:
+        num_parameters: parameters of each trained model, by its name.
+        num_kept: checkpoints kept at the same time.
+        replay: a full pool. The pool that is being written needs room beside those of all checkpoints.
+    """
+    per_parameter = CHECKPOINT_BYTES_PER_PARAMETER
+    terms = [
+        Term(name, num_kept * n * per_parameter, f"{num_kept} x {n:,} parameters x {per_parameter} bytes")
+        for name, n in num_parameters.items()
+    ]
+    if replay is not None:
+        terms.append(Term(replay.name, (num_kept + 1) * replay.bytes, f"{num_kept + 1} x {replay.formula}"))
+    return terms

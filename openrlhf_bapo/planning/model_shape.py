@@ -1,0 +1,154 @@
+"""Shapes of the models that a plan knows: dense Llama, Qwen2 and Qwen3."""
+
+from dataclasses import dataclass, replace
+
+from openrlhf_bapo.planning.terms import divide_up
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a dense Llama, Qwen2 or Qwen3."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Bias of the query, key and value projections (Qwen2)."""
+    qk_norm: bool
+    """RMSNorm over each head's query and key (Qwen3)."""
+    max_position_embeddings: int
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ModelShape":
+        """Read a Hugging Face config.json.
+
+        Raises:
+            ValueError: for another model type, or for biases that these models do not have by default.
+        """
+        model_type = config.get("model_type")
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type {model_type!r} is not supported; it must be one of {', '.join(MODEL_TYPES)}")
+        for name in ("attention_bias", "mlp_bias"):
+            if model_type != "qwen2" and config.get(name):
+                raise ValueError(
+                    f"{name} {config[name]} is not supported with model_type {model_type!r}; it must be false"
+                )
+        num_heads = config["num_attention_heads"]
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_attention_heads=num_heads,
+            num_key_value_heads=config.get("num_key_value_heads") or num_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+            vocab_size=config["vocab_size"],
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            attention_bias=model_type == "qwen2",
+            qk_norm=model_type == "qwen3",
+            max_position_embeddings=config["max_position_embeddings"],
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Elements of the queries per token and layer."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Elements of the keys per token and layer; the values have as many."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest weight matrix."""
+        h = self.hidden_size
+        return h * max(self.vocab_size, self.intermediate_size, self.query_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied embeddings counted once."""
+        return self.num_parameters_per_rank(1)
+
+    def num_parameters_per_rank(self, tensor_parallel_size: int) -> int:
+        """Parameters of one tensor-parallel rank of DeepSpeed.
+
+        The projections and an untied lm_head are split, embeddings and norms stay whole (module_inject/auto_tp.py).
+        """
+        h, q, kv = self.hidden_size, self.query_size, self.key_value_size
+        split = 2 * h * q + 2 * h * kv + 3 * h * self.intermediate_size  # query and output, key and value, MLP
+        split += (q + 2 * kv) * self.attention_bias
+        whole = 2 * h + 2 * self.head_dim * self.qk_norm
+        embedding = self.vocab_size * h
+        lm_head = 0 if self.tie_word_embeddings else embedding
+        split = self.num_layers * split + lm_head
+        return divide_up(split, tensor_parallel_size) + self.num_layers * whole + h + embedding
+
+
+_QWEN2_7B = ModelShape(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    qk_norm=False,
+    max_position_embeddings=131072,
+)
+_QWEN2_MATH_7B = replace(_QWEN2_7B, max_position_embeddings=4096)
+_QWEN2_32B = replace(
+    _QWEN2_7B,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+)
+_QWEN2_1_5B = replace(
+    _QWEN2_7B,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    max_position_embeddings=32768,
+)
+_LLAMA_3B = ModelShape(
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_layers=28,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    qk_norm=False,
+    max_position_embeddings=131072,
+)
+
+KNOWN_SHAPES = {
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": _QWEN2_32B,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN2_7B,
+    "meta-llama/Llama-3.2-3B": _LLAMA_3B,
+    "OctoThinker/OctoThinker-3B-Hybrid-Base": _LLAMA_3B,
+    "OctoThinker/OctoThinker-3B-Hybrid-Zero": _LLAMA_3B,
+    "OctoThinker/OctoThinker-3B-Long-Base": _LLAMA_3B,
+    "OctoThinker/OctoThinker-3B-Long-Zero": _LLAMA_3B,
+    "OctoThinker/OctoThinker-3B-Short-Base": _LLAMA_3B,
+    "Qwen/Qwen2.5-32B": _QWEN2_32B,
+    "Qwen/Qwen2.5-Math-7B": _QWEN2_MATH_7B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_1_5B,
+}
+"""Shapes by hub id, from each model's config.json, so that a plan needs no network. OctoThinker's 3B models continue
+the training of Llama-3.2-3B (arXiv 2506.20512) and have its shape."""
