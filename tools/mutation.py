@@ -29,6 +29,7 @@ TESTS = {
     "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
+    "core/saved_pool.py": ["test_saved_pool.py"],
     "command/flags.py": ["test_flags.py"],
     "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],

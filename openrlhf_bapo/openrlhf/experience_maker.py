@@ -17,7 +17,7 @@ from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
 from openrlhf_bapo.openrlhf.settings import is_off_policy, replay_config_from_args
 
 # Experience's fields under the pool's names.
-_POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behaviour_log_probs"}
+_POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behavior_log_probs"}
 
 # Experience's fields that change while a sample lies in the pool.
 _AGES = ("staleness", "optimizer_steps")

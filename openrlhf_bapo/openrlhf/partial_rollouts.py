@@ -163,7 +163,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             sampling_params=sampling_params,
             max_length=generate_kwargs.get("max_len", 2048),
             hf_tokenizer=self.tokenizer,
-            kept_tokens={group.responses.index(r): r.tensors["tokens"].tolist() for r in responses},
+            kept_tokens={group.responses.index(r): r.tokens.tolist() for r in responses},
             budget=budget,
         )
 
@@ -199,16 +199,14 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         """The samples of a complete group, as upstream makes them of what an engine returns."""
         found, prompt = [], group.prompt_tokens
         for response in group.responses:
-            tokens, log_probs, versions = (
-                response.tensors[name].tolist() for name in ("tokens", "log_probs", "versions")
-            )
+            tokens = response.tokens.tolist()
             whole = {
                 "prompt": group.prompt,
                 "label": group.label,
                 "observation_tokens": prompt + tokens,
                 "action_ranges": [(len(prompt), len(prompt) + len(tokens))],
-                "rollout_log_probs": [0.0] * len(prompt) + log_probs,
-                "versions": [versions],
+                "rollout_log_probs": [0.0] * len(prompt) + response.behavior_log_probs.tolist(),
+                "versions": [response.versions.tolist()],
                 **response.outcome,
             }
             found.append(self._process_response_into_experience(whole, **generate_kwargs))

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
+from openrlhf_bapo.core.replay_pool import ReplayPool
+from openrlhf_bapo.core.saved_pool import SavedStateError, read_directory, write_directory
 from openrlhf_bapo.openrlhf.settings import clip_config_from_args, partial_config_from_args, replay_config_from_args
 
 KINDS = ("_replay", "_partial", "_steady")
@@ -51,7 +52,7 @@ def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool
     Beside it what `save_pools` wrote: its "policy_version" and its "steps_by_version".
 
     Raises:
-        ReplayPoolError: if it cannot be used; one line that says what to do.
+        SavedStateError: if it cannot be used; one line that says what to do.
     """
     if not (args.replay.ratio and args.ckpt.load_enable) or args.replay.discard_saved:
         return None
@@ -65,7 +66,7 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
     """As `load_saved_pool`, of the unfinished responses; their versions are counted as the resumed run's engines count.
 
     Raises:
-        ReplayPoolError: if they cannot be used, or if they would be lost because the run has no token budget.
+        SavedStateError: if they cannot be used, or if they would be lost because the run has no token budget.
     """
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
@@ -76,7 +77,7 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
             if num_groups := len(saved["groups"]):
                 lag = saved["fingerprint"].get("--offpolicy.lag")
                 flag = f"--offpolicy.lag {lag}" if lag else "--partial.token_budget"
-                raise ReplayPoolError(
+                raise SavedStateError(
                     f"{record} holds {num_groups} prompts with responses that were not trained on; give {flag}, or "
                     f"pass {DISCARD_FLAG} to train without them"
                 )
@@ -106,7 +107,7 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
         In one line why it is not OpenRLHF's latest; "" where it is, or where nothing is resumed.
 
     Raises:
-        ReplayPoolError: what is wrong with the latest, if there is none.
+        SavedStateError: what is wrong with the latest, if there is none.
     """
     from openrlhf.utils.config import hierarchize
 
@@ -119,7 +120,7 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
                 load(nested, tag)
             vars(args)["ckpt.resume_from"] = tag
             return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
-        except ReplayPoolError as error:
+        except SavedStateError as error:
             problem = problem or error
     if problem:
         raise problem
@@ -197,7 +198,7 @@ def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, tor
     """The state for the checkpoint TAG, or for the latest, that `--ckpt.load_enable` resumes; None if none is wanted.
 
     Raises:
-        ReplayPoolError: if it cannot be used; one line that says what to do.
+        SavedStateError: if it cannot be used; one line that says what to do.
     """
     bapo = vars(args.bapo)
     if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):

@@ -34,7 +34,7 @@ VLLM_BATCHED_TOKENS = 2048
 VLLM_SEQUENCES = 128
 
 REPLAY_BYTES_PER_TOKEN = 17
-"""tokens 4, action_mask 1, behaviour_log_probs 4, versions 4, advantages 4 (`replay_pool.SAMPLE_DTYPES`)."""
+"""tokens 4, action_mask 1, behavior_log_probs 4, versions 4, advantages 4 (`replay_pool.SAMPLE_DTYPES`)."""
 
 CHECKPOINT_BYTES_PER_PARAMETER = 14
 """bf16 weights, and AdamW's fp32 weights and two moments."""

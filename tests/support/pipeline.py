@@ -226,7 +226,7 @@ def train_policy_actors(
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
         and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
-        `behaviour_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
+        `behavior_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
         loss's forward after it), `trainer` (its class's module). Its clock ticks once a reading: what is reported in
         seconds counts what was timed.
     """
@@ -334,7 +334,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
 
         loss._search = recorded
         loss.register_forward_hook(lambda *_: clamped.append((1 - loss.clip_eps_low, 1 + loss.clip_eps_high)))
-    statuses, behaviour_log_probs = [], []
+    statuses, behavior_log_probs = [], []
     for _ in range(num_steps):
         for sample in samples_by_rank[rank]:
             log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
@@ -342,7 +342,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
             sample.action_log_probs = log_probs - log_ratio * sample.action_mask
             sample.start_log_probs = None if args.replay.ratio else log_probs
-            behaviour_log_probs.append(sample.action_log_probs.clone())
+            behavior_log_probs.append(sample.action_log_probs.clone())
             actor.append(sample)
         statuses.append(actor.fit(0.0))
         if len(statuses) == save_after:
@@ -354,7 +354,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
         "clamped": [(float(lower), float(upper)) for lower, upper in clamped],
-        "behaviour_log_probs": behaviour_log_probs,
+        "behavior_log_probs": behavior_log_probs,
         "num_hooks": len(actor.actor._forward_hooks) + len(loss._forward_hooks),
         "args": args,
         "trainer": type(actor.trainer).__module__,

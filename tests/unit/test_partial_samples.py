@@ -436,7 +436,7 @@ def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_
     pool, loaded = load_unfinished(pipeline.parse([*flags, "--partial.token_budget", "5"]))
     assert loaded == state and len(pool) == len(generator.pool) > 0
     # 1 + 7 is version 8; the resumed weights are version 9 and their engines' first.
-    kept = [r.tensors["versions"] for group in pool.unfinished + pool.complete for r in group.responses]
+    kept = [r.versions for group in pool.unfinished + pool.complete for r in group.responses]
     assert set(torch.cat(kept).tolist()) == {8 - (9 - 1)}
 
 

@@ -1,8 +1,6 @@
 """The replay pool: its bounds against a plain-Python model, its draws, and what a save and a load keep."""
 
-import json
 import math
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -14,13 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from openrlhf_bapo.core import replay_pool
-from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool, ReplayPoolError
+from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
+from openrlhf_bapo.core.saved_pool import SavedStateError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
-DISCARD = "or pass --replay.discard_saved to start without it"
 
 
 def make_group(
@@ -36,7 +33,7 @@ def make_group(
             {
                 "tokens": torch.arange(num_tokens) + uid,
                 "action_mask": torch.ones(num_tokens - 1, dtype=torch.bool),
-                "behaviour_log_probs": -torch.rand(num_tokens - 1, generator=torch.Generator().manual_seed(uid)),
+                "behavior_log_probs": -torch.rand(num_tokens - 1, generator=torch.Generator().manual_seed(uid)),
                 "versions": token_versions,
                 "advantages": torch.full((num_tokens - 1,), advantage * (-1) ** index),
             }
@@ -361,7 +358,7 @@ def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_oth
     sample = {
         "tokens": torch.arange(4),
         "action_mask": torch.tensor([0, 1, 1]),
-        "behaviour_log_probs": torch.rand(3, dtype=torch.float64),
+        "behavior_log_probs": torch.rand(3, dtype=torch.float64),
         "versions": torch.zeros(3, dtype=torch.int64),
         "advantages": torch.rand(3).bfloat16(),
         "image": torch.rand(5, dtype=torch.float64),
@@ -483,20 +480,17 @@ def test_a_long_run_s_versions_are_versions_like_any_other():
     assert [group.oldest_version for group in pool.sample(1, 10**6)] == [10**6]
 
 
-def test_a_saved_column_says_which_samples_have_the_name_and_which_as_a_scalar(tmp_path):
-    group = make_group(num_samples=3)
-    group.samples[0]["x"], group.samples[1]["x"] = torch.tensor(1.5), torch.tensor([2.5, 3.5])
-    pool = ReplayPool(ReplayConfig())
-    pool.add([Group(group.samples, group.rewards)])
-    pool.save(tmp_path / "pool", 0, FINGERPRINT)
-    columns = load_file(tmp_path / "pool" / "groups.safetensors")
-    assert columns["lengths/x:float32"].tolist() == [-2, 2, -1]
-    assert columns["values/x:float32"].tolist() == [1.5, 2.5, 3.5]
-
-
-def test_a_pool_is_saved_as_few_tensors(tmp_path):
+def test_a_saved_pool_has_two_columns_per_tensor_under_the_names_of_the_format(tmp_path):
     filled(ReplayConfig(), 50).save(tmp_path / "pool", 0, FINGERPRINT)
-    assert len(load_file(tmp_path / "pool" / "groups.safetensors")) == 1 + 2 * len(SAMPLE_DTYPES)
+    columns = (
+        "tokens:int32",
+        "action_mask:bool",
+        "behaviour_log_probs:float32",
+        "versions:int32",
+        "advantages:float32",
+    )
+    names = {f"{kind}/{column}" for kind in ("values", "lengths") for column in columns}
+    assert set(load_file(tmp_path / "pool" / "groups.safetensors")) == {"rewards", *names}
 
 
 def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
@@ -511,148 +505,7 @@ def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
     assert uids(loaded.sample(9, 0)) == [3, 4, 5]
 
 
-def refusal(path, fingerprint=FINGERPRINT) -> str:
-    with pytest.raises(ReplayPoolError) as refused:
-        ReplayPool.load(path, ReplayConfig(), fingerprint)
-    assert "\n" not in str(refused.value) and str(refused.value).endswith(DISCARD)
-    return str(refused.value)
-
-
-def rewrite_json(file: Path, **changes) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "problem"),
-    [
-        ("pool.json", Path.unlink, "is missing"),
-        ("pool.json", truncate, "is damaged (it is not JSON)"),
-        ("pool.json", lambda file: file.write_bytes(b"\xff\xfe"), "is damaged (it is not JSON)"),
-        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 2"),
-        (
-            "pool.json",
-            lambda file: rewrite_json(file, format_version=1),
-            "has format version 1, but this release reads 2",
-        ),
-        ("pool.json", lambda file: rewrite_json(file, num_reused=[0] * 6), "is damaged (its checksum does not match"),
-        ("pool.json", lambda file: rewrite_json(file, sha256=None), "is damaged (its checksum does not match"),
-        ("groups.safetensors", Path.unlink, "is missing"),
-        ("groups.safetensors", truncate, "is damaged (its checksum is not the one in pool.json)"),
-        ("groups.safetensors", flip_a_bit, "is damaged (its checksum is not the one in pool.json)"),
-        ("groups.safetensors", lambda file: file.write_bytes(b""), "is damaged (its checksum is not the one"),
-        ("groups.safetensors", lambda file: (file.unlink(), file.mkdir()), "cannot be read (Is a directory)"),
-    ],
-)
-def test_a_damaged_pool_is_refused_in_one_line(tmp_path, name, damage, problem):
-    pool = filled(ReplayConfig(max_reuse=2))
-    pool.sample(2, 0)
-    pool.save(tmp_path / "pool", 0, FINGERPRINT)
-    damage(tmp_path / "pool" / name)
-    assert refusal(tmp_path / "pool").startswith(f"{tmp_path / 'pool' / name} {problem}")
-
-
-def test_a_missing_directory_is_refused_in_one_line(tmp_path):
-    assert refusal(tmp_path / "none").startswith(f"{tmp_path / 'none' / 'pool.json'} is missing; ")
-    (tmp_path / "file").touch()
-    assert "cannot be read (Not a directory)" in refusal(tmp_path / "file")
-
-
-def test_another_fingerprint_is_refused_with_the_first_name_that_differs(tmp_path):
+def test_a_pool_saved_for_another_model_is_refused_with_the_flag_that_starts_without_it(tmp_path):
     filled(ReplayConfig()).save(tmp_path / "pool", 0, FINGERPRINT)
-    for fingerprint, problem in (
-        ({"model": "tiny", "tokenizer": "words"}, "tokenizer 'bytes', but this run has tokenizer 'words'"),
-        ({"tokenizer": "bytes"}, "model 'tiny', but this run has model None"),
-        ({**FINGERPRINT, "chat": "x\ny"}, r"chat None, but this run has chat 'x\ny'"),
-    ):
-        assert f"was saved with {problem}; " in refusal(tmp_path / "pool", fingerprint)
-
-
-def interrupt_a_save(monkeypatch, stop_at: int, after: bool):
-    """Let a save's `stop_at`-th change on disk be its last: interrupted before it or `after` it."""
-    num_calls = 0
-
-    def interrupted(function):
-        def wrapper(*args, **kwargs):
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == stop_at and not after:
-                raise KeyboardInterrupt
-            function(*args, **kwargs)
-            if num_calls == stop_at:
-                raise KeyboardInterrupt
-
-        return wrapper
-
-    for owner, name in (
-        (replay_pool, "save_file"),
-        (replay_pool, "_sync"),
-        (Path, "mkdir"),
-        (Path, "write_text"),
-        (os, "rename"),
-        (shutil, "rmtree"),
-    ):
-        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_save_interrupted_anywhere_leaves_the_old_pool_or_the_new_one_and_the_next_save_works(tmp_path, after):
-    config = ReplayConfig()
-    sizes = []
-    for stop_at in range(1, 100):
-        path = tmp_path / str(stop_at) / "pool"
-        filled(config, 4).save(path, 4, FINGERPRINT)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            interrupt_a_save(monkeypatch, stop_at, after)
-            try:
-                filled(config, 6).save(path, 6, FINGERPRINT)
-                finished = True
-            except KeyboardInterrupt:
-                finished = False
-        pool, version = ReplayPool.load(path, config, FINGERPRINT)
-        assert len(pool) == version and version in (4, 6)
-        sizes.append(version)
-        # Interrupted a second time at the worst place, with the leftovers of the first in the way.
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                filled(config, 5).save(path, 5, FINGERPRINT)
-        assert ReplayPool.load(path, config, FINGERPRINT)[1] == version
-        filled(config, 3).save(path, 3, FINGERPRINT)
-        assert ReplayPool.load(path, config, FINGERPRINT)[1] == 3
-        assert [entry.name for entry in path.parent.iterdir()] == ["pool"]
-        if finished:
-            break
-    assert finished and sizes == sorted(sizes) and {4, 6} == set(sizes) and len(sizes) > 8
-
-
-def test_a_save_that_fails_half_way_through_a_file_keeps_the_old_pool(tmp_path, monkeypatch):
-    def half_a_file(tensors, file):
-        save_file(tensors, file)
-        truncate(Path(file))
-        raise OSError("no space left")
-
-    path = tmp_path / "pool"
-    filled(ReplayConfig(), 4).save(path, 4, FINGERPRINT)
-    monkeypatch.setattr(replay_pool, "save_file", half_a_file)
-    with pytest.raises(OSError, match="no space left"):
-        filled(ReplayConfig(), 6).save(path, 6, FINGERPRINT)
-    assert ReplayPool.load(path, ReplayConfig(), FINGERPRINT)[1] == 4
-
-
-def test_what_an_earlier_save_left_aside_does_not_get_into_the_pool(tmp_path):
-    path, part = tmp_path / "pool", tmp_path / "pool.part"
-    part.mkdir()
-    (part / "other.safetensors").touch()
-    assert refusal(path).startswith(f"{path / 'pool.json'} is missing; ")
-    filled(ReplayConfig()).save(str(path), 4, FINGERPRINT)
-    assert sorted(file.name for file in path.iterdir()) == ["groups.safetensors", "pool.json"]
+    with pytest.raises(SavedStateError, match="model 'tiny', but this run has model 'large'.*--replay.discard_saved"):
+        ReplayPool.load(tmp_path / "pool", ReplayConfig(), FINGERPRINT | {"model": "large"})
