@@ -32,7 +32,7 @@ def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_tok
         return max(
             abs(a - b)
             for mine, other in zip(once, others, strict=True)
-            for a, b in zip(mine["log_probs"], other["log_probs"], strict=True)
+            for a, b in zip(mine["behavior_log_probs"], other["behavior_log_probs"], strict=True)
         )
 
     assert [response["tokens"] for response in again] == [response["tokens"] for response in once]
@@ -55,14 +55,16 @@ def _generate_greedily(directory: Path) -> None:
         import transformers
         import vllm
 
+        from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
+
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
         params = vllm.SamplingParams(temperature=0.0, max_tokens=64, min_tokens=1, logprobs=1)
 
         async def respond(engine, prompt: str, budget: int) -> dict:
-            whole = {"tokens": [], "log_probs": [], "outcome": None}
+            whole = {"tokens": [], "behavior_log_probs": [], "outcome": None}
             while whole["outcome"] is None:
                 (piece,) = await engine.grow_responses.remote(
-                    prompt=(0, prompt),
+                    prompt=PlacedPrompt(0, prompt),
                     label="",
                     sampling_params=params,
                     max_length=72,
@@ -70,10 +72,10 @@ def _generate_greedily(directory: Path) -> None:
                     kept_tokens={0: whole["tokens"]},
                     budget=budget,
                 )
-                assert len(piece["tokens"]) <= budget
-                for name in ("tokens", "log_probs"):
-                    whole[name] += piece[name]
-                whole["outcome"] = piece["outcome"]
+                assert len(piece.tokens) <= budget
+                for name in ("tokens", "behavior_log_probs"):
+                    whole[name] += getattr(piece, name)
+                whole["outcome"] = piece.outcome
             return whole
 
         async def stop(engine) -> None:

@@ -85,7 +85,7 @@ def test_a_policy_version_is_a_whole_weight_update_however_many_parameters_it_ha
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
 def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
-    from openrlhf_bapo.openrlhf.vllm_engine import _SEGMENTS, VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
     class Engine:
         """Loads some updates, then yields some tokens more, and so on."""
@@ -98,11 +98,11 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
                 yield Namespace(outputs=[Namespace(token_ids=[0] * num_tokens)])
 
     async def generate() -> list[list[int]]:
-        segments = []
-        _SEGMENTS.set(segments)
+        response = _CurrentResponse()
+        _RESPONSE.set(response)
         async for _ in versioned.generate([], Namespace()):
             pass
-        return segments
+        return response.versions
 
     versioned, expected, version = VersionedEngine(Engine()), [], 0
     for num_updates, num_new in pieces:

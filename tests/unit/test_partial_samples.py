@@ -33,7 +33,7 @@ class ScriptedEngine:
         under_way = Namespace(request_states={"under way": None})
         self.llm = Namespace(policy_version=0, output_processor=under_way, abort=self._abort)
         self.lengths, self.min_tokens, self.random = lengths, 1, random.Random(0)
-        self.is_stopping, self.num_generated, self.names, self.params = False, Counter(), [], []
+        self.is_stopping, self.num_generated, self.seed_names, self.params = False, Counter(), [], []
         names = (
             "grow_responses",
             "generate_responses",
@@ -78,9 +78,10 @@ class ScriptedEngine:
         return Ref(lambda: asyncio.run(grow_responses(self, **request)))
 
     async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
-        from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS
+        from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE
 
-        self.names.append(_NAME.get())
+        response = _RESPONSE.get()
+        self.seed_names.append(response.seed_name)
         self.params.append(params)
         assert params.max_tokens > 0 and params.logprobs == 1
         prompt, kept = prompt_tokens[:4], prompt_tokens[4:]
@@ -98,7 +99,7 @@ class ScriptedEngine:
                 reason = "stop"
                 break
         self.num_generated[tuple(prompt)] += len(tokens)
-        _SEGMENTS.get().append([self.llm.policy_version] * len(tokens))
+        response.versions.append([self.llm.policy_version] * len(tokens))
         log_probs = [{token: Namespace(logprob=-0.25 - self.llm.policy_version)} for token in tokens]
         return Namespace(outputs=[Namespace(token_ids=tokens, logprobs=log_probs, finish_reason=reason)])
 

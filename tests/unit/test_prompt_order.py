@@ -57,10 +57,10 @@ def test_a_resumed_run_goes_on_with_the_order_of_the_unbroken_one_in_the_next_ep
 
 
 def requests(generator) -> list[str | None]:
-    """What names the requests' random numbers, of all since the last call."""
-    found = [name for engine in generator.vllm_engines for name in engine.names]
+    """The names that determine the seeds of all requests since the last call."""
+    found = [name for engine in generator.vllm_engines for name in engine.seed_names]
     for engine in generator.vllm_engines:
-        engine.names.clear()
+        engine.seed_names.clear()
     return found
 
 
@@ -107,7 +107,7 @@ def test_every_segment_of_every_response_has_a_name_of_its_own(tmp_path):
 
 
 def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the_same():
-    from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS, VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
     seeds = []
 
@@ -118,8 +118,7 @@ def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the
             yield
 
     async def call(name: str | None) -> None:
-        _NAME.set(name)
-        _SEGMENTS.set([])
+        _RESPONSE.set(_CurrentResponse(name))
         for _ in range(2):  # an agent's turns
             async for _ in VersionedEngine(Engine()).generate([], Namespace(seed=None), request_id=""):
                 pass

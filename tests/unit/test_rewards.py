@@ -50,7 +50,7 @@ def test_a_servers_list_of_one_is_a_number_like_any_other(generator, reward, ext
 def test_a_response_without_a_reward_is_marked_with_the_reason(generator, reward, reason):
     sample = generator._process_response_into_experience(response(reward), max_len=8)
     assert sample.rewards is None and sample.scores is None
-    assert re.match(rf"{reason}: the reward of a response .*RolloutRayActor", sample.reward_fault)
+    assert re.match(rf"{reason}: the reward of a response .*RolloutRayActor", str(sample.reward_fault))
 
 
 # ---- A reward function ----
