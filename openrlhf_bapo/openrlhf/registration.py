@@ -1,7 +1,7 @@
-"""Puts our parts into OpenRLHF's seams, in every process that loads OpenRLHF, as soon as it does.
+"""Puts our parts into OpenRLHF's modules, in every process that imports them.
 
-OpenRLHF has no registry. It looks its parts up by module-level name at run time, so a function of ours changes these
-names after the import of such a module. Nothing heavy is imported until OpenRLHF imports it.
+OpenRLHF has no registry. It looks up its parts by module-level name at run time. Functions of ours replace these names
+right after a module is imported. Heavy modules are imported only when OpenRLHF imports them.
 """
 
 import functools
@@ -11,7 +11,7 @@ from types import ModuleType
 import wrapt
 
 WORKER_SETUP_HOOK = "openrlhf_bapo.openrlhf.registration.register"
-"""For `ray.init(runtime_env={"worker_process_setup_hook": ...})`: Ray workers are separate processes."""
+"""For `ray.init(runtime_env={"worker_process_setup_hook": ...})`, because Ray workers are separate processes."""
 
 SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
@@ -27,12 +27,12 @@ SEAMS = (
     ("openrlhf.trainer.ppo_trainer_async", "trainer.use_off_policy_parts"),
     ("vllm.v1.engine.core", "workarounds.end_with_the_actor"),
 )
-"""(module, our function that is called with it when it has been imported), in the order of the calls."""
+"""(module, our function that is called with the module after its import), in the order of the calls."""
 
 
 @functools.cache
 def register() -> None:
-    """Register with OpenRLHF in this process. Cheap; a second call does nothing."""
+    """Register with OpenRLHF in this process. This is cheap, and a second call has no effect."""
     for module, function in SEAMS:
         wrapt.register_post_import_hook(functools.partial(_call, function), module)
 

@@ -184,6 +184,11 @@ SOURCES = [
     ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
     ("deepspeed.runtime.engine", "self.global_steps += 1", "staleness in optimizer steps"),
     ("openrlhf.trainer.ppo_trainer", "status = self.ppo_train(global_step)", "the count of optimizer steps"),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        'status["timing/step_total"] = sum(v for k, v in status.items() if k.startswith("timing/"))',
+        "our timings are counted once",
+    ),
     ("openrlhf.models.actor", 'setattr(output, "entropy", entropy[:, :-1])', "the entropy of --bapo.dump_tokens"),
     ("openrlhf.trainer.ray.ppo_actor", "self.checkpoint_states = states", "the steps of --bapo.dump_tokens"),
     ("openrlhf.trainer.ppo_trainer", "run_actor = global_steps > self.args.critic.freezing_steps", "the same"),

@@ -19,7 +19,11 @@ from test_experience_maker import without_ray as _experience_without_ray  # noqa
 from test_partial_samples import NUM_SAMPLES, ScriptedEngine, without_ray  # noqa: F401
 from transformers import AutoTokenizer
 
+from openrlhf_bapo.cli.plot import read_scalars
+
 NUM_PROMPTS, NUM_EPISODES = 12, 2
+TIMINGS = {"timing/bapo_ratio_forward": 1000.0, "timing/bapo_search": 500.0}
+"""What the actors report, as parts of their training time."""
 
 REWARD = """
 import pathlib, torch
@@ -77,7 +81,7 @@ class Actors:
 
     def fit(self, kl_ctl: float) -> list[dict]:
         self.before_step(len(self.steps))
-        return [{"offpolicy/optimizer_steps_taken": 2}]
+        return [{"offpolicy/optimizer_steps_taken": 2, **TIMINGS}]
 
     def broadcast_to_vllm(self) -> list:
         for engine in self.engines:
@@ -168,3 +172,12 @@ def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(director
     temperatures = [temperature for temperature, _ in groupby(params.temperature for params in sampled)]
     assert temperatures == [0.3] + [0.6, 0.3] * 3
     assert {params.top_p for params in sampled} == {0.9}
+
+
+def test_the_seconds_of_a_step_count_the_ratio_forward_and_the_search_once_as_parts_of_its_training(directory):
+    make_trainer(directory, logger__tensorboard_dir=directory / "logs", train__num_episodes=1).fit()
+    logged = {name: values for name, (_, values) in read_scalars(directory / "logs").items()}
+    phases = [logged[f"train/timing/{phase}"] for phase in ("generation", "make_experience", "ppo_train", "broadcast")]
+    seconds = [sum(step) for step in zip(*phases, strict=True)]
+    assert logged["train/timing/step_total"] == pytest.approx(seconds, abs=1e-3)
+    assert {name: logged[f"train/{name}"] for name in TIMINGS} == {name: [value] * 3 for name, value in TIMINGS.items()}
