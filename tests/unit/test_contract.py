@@ -203,7 +203,7 @@ def source(module: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), CALLABLES)
-def test_a_name_we_rely_on_is_there_with_its_parameters(module, name, parameters):
+def test_a_name_that_we_rely_on_exists_with_its_parameters(module, name, parameters):
     scope = ast.parse(source(module))
     for part in name.split("."):
         named = [node for node in scope.body if getattr(node, "name", None) == part]

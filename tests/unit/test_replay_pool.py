@@ -1,4 +1,4 @@
-"""The replay pool: its bounds against a plain-Python model, its draws, and what a save and a load keep."""
+"""The replay pool: its limits compared with a plain-Python model, its draws, saving and loading."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
 def make_group(
     uid: int = 0, versions=(0,), num_samples: int = 2, num_tokens: int = 4, advantage: float = 1.0, **fields
 ):
-    """A group whose first token is `uid`; the first sample's first tokens come from `versions`, the rest from newer."""
+    """Make a group whose first token is `uid`. The first sample starts with tokens of `versions`, others are newer."""
     samples = []
     for index in range(num_samples):
         token_versions = torch.full((num_tokens - 1,), max(versions) + index)
@@ -50,7 +50,7 @@ def uids(groups) -> list[int]:
 
 
 def identical(a: Group, b: Group) -> bool:
-    """Whether two groups agree in every field, name, dtype, shape and bit."""
+    """Return whether two groups agree in every field, name, dtype, shape and bit."""
     pairs = [(a.rewards, b.rewards)]
     for ours, theirs in zip(a.samples, b.samples, strict=True):
         if ours.keys() != theirs.keys():
@@ -59,7 +59,7 @@ def identical(a: Group, b: Group) -> bool:
     return (a.key, a.num_reused) == (b.key, b.num_reused) and all(
         x.dtype == y.dtype
         and x.shape == y.shape
-        # As bytes: NaN equals itself, and 0.0 differs from -0.0.
+        # As bytes, because NaN is not equal to itself and 0.0 is equal to -0.0.
         and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
         for x, y in pairs
     )
@@ -83,7 +83,10 @@ configs = st.builds(
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The pool, a twin that is never saved, and a model: a list of [uid, oldest version, times drawn] by arrival."""
+    """The pool, a twin that is never saved, and a model: a list of [uid, oldest version, times drawn] by arrival.
+
+    The twin and the pool must make the same draws, although the pool is saved and loaded in between.
+    """
 
     @initialize(config=configs)
     def start(self, config):
@@ -195,7 +198,7 @@ def test_a_group_is_drawn_up_to_max_staleness_versions_later_and_then_expires(ma
         assert pool.metrics()["replay/groups_expired"] == 1 - num_drawn
 
 
-def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first_to_arrive():
+def test_over_capacity_the_group_with_the_oldest_version_is_evicted_first_and_on_ties_the_first_that_arrived():
     pool = ReplayPool(ReplayConfig(capacity=2, max_staleness=99))
     pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 1)))
     assert pool.metrics()["replay/groups_evicted"] == 2
@@ -205,7 +208,7 @@ def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first
     assert uids(pool.sample(9, 1)) == [2]
 
 
-def test_settings_at_the_edge_of_what_is_allowed_are_taken():
+def test_the_lowest_and_highest_allowed_settings_work():
     least = dict(ratio=0.0, capacity=1, max_staleness=0, max_reuse=1)
     for seed in (0, 2**63 - 1):
         pool = ReplayPool(ReplayConfig(**least, seed=seed))
@@ -213,7 +216,7 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken():
         assert len(pool.sample(1, 0)) == 1
 
 
-def test_the_settings_are_those_of_the_readme_unless_given():
+def test_the_default_settings_are_those_of_the_readme():
     assert asdict(ReplayConfig()) == {
         "ratio": 0.0,
         "capacity": 1024,
@@ -245,7 +248,7 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
 @pytest.mark.parametrize(
     ("strategy", "order"), [("newest", [3, 0, 4, 2, 1]), ("oldest", [1, 2, 4, 0, 3])], ids=["newest", "oldest"]
 )
-def test_newest_and_oldest_draw_by_version_and_of_equal_ones_by_arrival(strategy, order):
+def test_newest_and_oldest_draw_by_version_and_on_ties_by_arrival(strategy, order):
     pool = ReplayPool(ReplayConfig(strategy=strategy, max_staleness=99, max_reuse=2))
     pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 3, 2)))
     assert uids(pool.sample(3, 3)) == order[:3]
@@ -303,14 +306,14 @@ def test_mean_abs_advantage_is_over_action_tokens():
     assert Group(group.samples, group.rewards).mean_abs_advantage == pytest.approx((1 + 2 + 3 * 3) / 5)
 
 
-def test_a_group_of_one_sample_and_one_token_is_weighed_by_it_and_tells_nothing():
+def test_a_group_of_one_sample_and_one_token_has_that_tokens_weight_and_is_not_informative():
     group = make_group(num_samples=1, num_tokens=2, advantage=3.0)
     assert group.num_action_tokens == 1 and group.mean_abs_advantage == 3.0
     assert not group.is_informative
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1e-3, 1.0]), min_size=1, max_size=4))
-def test_a_group_is_kept_unless_all_its_rewards_are_equal_in_whichever_order_they_come(rewards):
+def test_a_group_is_kept_unless_all_its_rewards_are_equal_whatever_their_order(rewards):
     pool = ReplayPool(ReplayConfig())
     pool.add([make_group(num_samples=len(rewards), rewards=torch.tensor(rewards))])
     assert len(pool) == (len(set(rewards)) > 1)
@@ -343,7 +346,7 @@ def test_a_group_cannot_be_added_while_it_is_in_the_pool():
         pool.add(drawn)
 
 
-def test_a_group_that_was_used_up_elsewhere_is_not_drawn_again():
+def test_a_group_that_was_exhausted_in_another_pool_is_not_drawn():
     pool = ReplayPool(ReplayConfig(max_reuse=2))
     pool.add([make_group(num_reused=2)])
     assert pool.sample(1, 0) == []
@@ -354,7 +357,7 @@ def test_a_group_that_was_used_up_elsewhere_is_not_drawn_again():
 # Tensors
 
 
-def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_otherwise():
+def test_tensors_are_converted_if_their_dtype_differs_and_are_not_copied_otherwise():
     sample = {
         "tokens": torch.arange(4),
         "action_mask": torch.tensor([0, 1, 1]),
@@ -377,7 +380,7 @@ def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_oth
     assert all(tensor is kept[name] for name, tensor in pool.sample(1, 0)[0].samples[0].items())
 
 
-def test_a_view_is_cloned_so_that_its_batch_can_go():
+def test_a_view_is_cloned_so_that_the_memory_of_its_batch_is_freed():
     batch = torch.rand(64, 100)
     group = make_group(rewards=torch.arange(64).float()[:2])
     group = Group(
@@ -388,7 +391,7 @@ def test_a_view_is_cloned_so_that_its_batch_can_go():
     assert torch.equal(group.samples[0]["row"], batch[1]) and group.samples[0]["one"] == batch[2, 3]
 
 
-def test_a_long_token_takes_seventeen_bytes():
+def test_a_token_of_a_long_response_takes_seventeen_bytes():
     group = make_group(num_samples=8, num_tokens=1000)
     assert group.num_tokens == 8000
     assert group.num_bytes / group.num_tokens == pytest.approx(17, abs=0.05)
@@ -397,7 +400,7 @@ def test_a_long_token_takes_seventeen_bytes():
     assert pool.num_bytes == pool.metrics()["replay/bytes"] == 2 * group.num_bytes
 
 
-def test_a_group_that_cannot_be_is_refused():
+def test_an_invalid_group_is_refused():
     group = make_group()
     with pytest.raises(ValueError, match=r"rewards of shape \(3,\) do not fit 2 samples"):
         Group(group.samples, torch.zeros(3))
@@ -419,7 +422,7 @@ def test_a_group_that_cannot_be_is_refused():
         (dict(seed=2**63), f"seed {2**63} is not allowed; it must be at least 0 and below 2**63"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
+def test_invalid_settings_are_refused_with_field_value_and_range(settings, message):
     with pytest.raises(ValueError) as refused:
         ReplayConfig(**settings)
     assert str(refused.value) == message
@@ -451,7 +454,7 @@ def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings
     st.sampled_from(STRATEGIES),
 )
 @settings(max_examples=40)
-def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_have(shapes, strategy):
+def test_a_loaded_pool_equals_the_saved_one_bit_for_bit_and_continues_with_the_same_draws(shapes, strategy):
     config = ReplayConfig(strategy=strategy, max_reuse=2, skip_uninformative=False)
     pool = ReplayPool(config)
     for uid, (num_samples, num_tokens, extras) in enumerate(shapes):
@@ -474,7 +477,7 @@ def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_hav
         assert len(drawn) == len(expected) and all(map(identical, drawn, expected))
 
 
-def test_a_long_run_s_versions_are_versions_like_any_other():
+def test_the_pool_works_with_the_large_versions_of_a_long_run():
     pool = ReplayPool(ReplayConfig())
     pool.add([make_group(versions=(10**6,))])
     assert [group.oldest_version for group in pool.sample(1, 10**6)] == [10**6]
@@ -493,7 +496,7 @@ def test_a_saved_pool_has_two_columns_per_tensor_under_the_names_of_the_format(t
     assert set(load_file(tmp_path / "pool" / "groups.safetensors")) == {"rewards", *names}
 
 
-def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
+def test_a_pool_loaded_with_a_lower_capacity_and_max_reuse_keeps_to_them(tmp_path):
     config = ReplayConfig(max_reuse=3, max_staleness=99, strategy="oldest")
     pool = filled(config, 6)
     pool.sample(2, 0)

@@ -1,6 +1,6 @@
-"""--bapo.dump_tokens and `openrlhf-bapo tokens`: written is what was trained on, drawn is what was written.
+"""--bapo.dump_tokens writes the tokens that were trained on, and `openrlhf-bapo tokens` draws the tokens of such files.
 
-The real pipeline writes them in tests/integration/test_lag.py.
+tests/integration/test_lag.py has files from the real pipeline.
 """
 
 import csv
@@ -26,7 +26,7 @@ from openrlhf_bapo.openrlhf import token_dump
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 60), st.integers(0, 2**33))
-def test_however_tokens_are_split_over_calls_the_sample_is_the_same_of_its_size_and_in_their_order(parts, size, seed):
+def test_the_sample_has_its_size_and_keeps_the_order_however_the_tokens_are_split_over_calls(parts, size, seed):
     shown = torch.arange(sum(parts))
     whole, split = (token_dump.TokenSample(size, seed) for _ in range(2))
     whole.add({"token": shown, "double": 2 * shown})
@@ -37,7 +37,7 @@ def test_however_tokens_are_split_over_calls_the_sample_is_the_same_of_its_size_
     assert len(kept) == min(size, len(shown)) and (kept.diff() > 0).all()
 
 
-def test_every_token_is_as_likely_to_be_kept_wherever_it_stands():
+def test_every_token_is_kept_with_the_same_probability():
     counts = torch.zeros(60)
     for seed in range(2000):
         sample = token_dump.TokenSample(15, seed)
@@ -57,14 +57,14 @@ def directory(tmp_path_factory):
 
 
 def dumped(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of the only file that a run has written."""
+    """The columns of the only file that a run wrote."""
     (file,) = folder.rglob("*.parquet")
     table = parquet.read_table(file)
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
 def bounds(lower: float, upper: float) -> dict:
-    """Flags of a search that finds nothing else."""
+    """Flags of a search that always finds these bounds."""
     found = dict(ratio_lower_start=lower, ratio_lower_max=lower, ratio_upper_start=upper, ratio_upper_max=upper)
     return {f"bapo__{name}": value for name, value in found.items()}
 
@@ -73,14 +73,14 @@ FLAGS = dict(bapo__dump_tokens=1, actor__dual_clip=None, train__max_epochs=1)
 
 
 def dump(directory, tmp_path, log_ratios=LOG_RATIOS, **flags) -> tuple[dict[str, np.ndarray], list[dict]]:
-    """What a training step over the eight stale samples writes, and what the ranks say."""
+    """Run a training step over the eight stale samples; returns the columns of its file, and the ranks' results."""
     given = FLAGS | dict(logger__tensorboard_dir=tmp_path / "tensorboard") | flags
     results = one_update(directory, STALENESS, log_ratios, **given)
     return dumped(tmp_path / "tensorboard/tokens"), results
 
 
 @pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
-def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_path, policy_loss):
+def test_every_token_is_written_with_its_values_in_the_update(directory, tmp_path, policy_loss):
     lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
     limits = bounds(lower, upper) if policy_loss == "bapo" else {}
     found, (result,) = dump(directory, tmp_path, policy_loss=policy_loss, **limits)
@@ -89,7 +89,7 @@ def test_every_token_is_written_with_what_the_update_made_of_it(directory, tmp_p
     assert set(found["global_step"]) == {1} and set(found["update"]) == {0}
     assert not found["dual_clipped"].any()
 
-    # The rows are in the order of training, which shuffles: a sample is known by its length, staleness and ratio.
+    # Training shuffles the samples, so each is identified by its length, staleness and ratio.
     model_log_probs, model_entropy = of_the_model(directory)
     order = []
     for sample in range(8):
@@ -131,7 +131,7 @@ def of_the_model(directory) -> tuple[list, list]:
     return log_probs, entropies
 
 
-def test_a_negative_token_beyond_dual_clip_is_known_as_such(directory, tmp_path):
+def test_a_negative_token_above_dual_clip_is_marked_as_dual_clipped(directory, tmp_path):
     # Samples 1, 3, 5, 7 are negative; 1 and 2 are above e.
     found, _ = dump(directory, tmp_path, [0, 1.5, 1.5, 0, 0, 0, 0, 0], actor__dual_clip=3.0, **bounds(0.7, 1.5))
     assert found["dual_clipped"].sum() == LENGTHS[1]
@@ -148,7 +148,7 @@ def test_a_negative_token_beyond_dual_clip_is_known_as_such(directory, tmp_path)
     ],
     ids=["two epochs of two updates", "dynamic batch", "micro-batch scope", "smoothing"],
 )
-def test_however_the_step_is_split_every_token_is_there_once_an_epoch_with_its_own_updates_bounds(
+def test_every_token_is_written_once_per_epoch_with_its_updates_bounds_however_the_step_is_split(
     directory, tmp_path, split
 ):
     found, (result,) = dump(directory, tmp_path, train__micro_batch_size=2, **split)
@@ -166,12 +166,12 @@ def test_however_the_step_is_split_every_token_is_there_once_an_epoch_with_its_o
         assert (found["optimizer_steps"] == found["update"]).all()
 
 
-def test_of_two_ranks_the_first_writes_its_own_tokens(directory, tmp_path):
+def test_with_two_ranks_only_the_first_writes_its_tokens(directory, tmp_path):
     found, _ = dump(directory, tmp_path, num_ranks=2)
     assert len(found["ratio"]) == sum(LENGTHS[:4]) and set(found["staleness"]) == set(STALENESS[:4])
 
 
-def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
+def test_a_file_has_at_most_max_tokens_and_only_tokens_of_its_step(directory, tmp_path):
     many = pipeline.make_experience([512] * 40)
     assert token_dump.MAX_TOKENS < 40 * 512
     many[0].advantages *= 0
@@ -193,7 +193,7 @@ def test_a_file_is_bounded_and_its_tokens_are_of_the_step(directory, tmp_path):
     assert found["ratio"][without_advantage].max() < 0.4 and not found["clipped"][without_advantage].any()
 
 
-def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothing_is_written(directory, tmp_path):
+def test_dump_tokens_does_not_change_training_or_logs_and_without_it_no_file_is_written(directory, tmp_path):
     def train(every: int) -> dict:
         given = dict(bapo__dump_tokens=every, logger__tensorboard_dir=tmp_path / str(every), train__max_epochs=2)
         (result,) = one_update(directory, STALENESS, LOG_RATIOS, num_steps=3, **given)
@@ -207,13 +207,13 @@ def test_dumping_changes_nothing_that_is_trained_or_logged_and_without_it_nothin
     assert all(torch.equal(on["weights"][name], weight) for name, weight in off["weights"].items())
 
 
-def test_without_tensorboard_the_tokens_lie_beside_the_checkpoints(directory, tmp_path):
+def test_without_tensorboard_the_tokens_are_written_beside_the_checkpoints(directory, tmp_path):
     paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
     one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
     assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
 
 
-def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
+def test_a_resumed_run_continues_to_count_global_steps(directory, tmp_path):
     argv = pipeline.flags(directory, policy_loss="bapo", train__batch_size=8, ckpt__path=tmp_path / "ckpt")
     samples = [stale_samples(STALENESS, LOG_RATIOS)]
     pipeline.train_policy_actors(directory, argv, samples, num_steps=2, save_after=2)
@@ -223,12 +223,12 @@ def test_a_resumed_run_counts_its_steps_on(directory, tmp_path):
     assert set(dumped(tmp_path / "tb")["global_step"]) == {3}
 
 
-def test_steps_that_train_the_critic_alone_are_counted(directory, tmp_path):
+def test_steps_that_train_only_the_critic_are_counted(directory, tmp_path):
     dump(directory, tmp_path, critic__freezing_steps=4)  # of steps 0 to 4
     assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
 
 
-def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
+def test_ppo_logs_the_entropy_that_it_dumps_as_bapo_does(tmp_path):
     (tmp_path / "reward.py").touch()
     given = dict(policy_loss="ppo", offpolicy__ratio_base="auto")
     args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (None, 0, 5)]
@@ -250,7 +250,7 @@ def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_dumped_is_refused_in_one_line(tmp_path, capsys, flags, message):
+def test_flags_under_which_tokens_cannot_be_dumped_are_refused_in_one_line(tmp_path, capsys, flags, message):
     (tmp_path / "reward.py").touch()
     with pytest.raises(SystemExit) as exit_:
         pipeline.parse(pipeline.flags(tmp_path, **flags))

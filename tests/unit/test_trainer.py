@@ -1,7 +1,7 @@
-"""OpenRLHF's trainer from the first rollout to the last over our generator and pools: endings, resumes, evaluations.
+"""OpenRLHF's trainer from the first rollout to the last, with our generator and pools: endings, resumes, evaluations.
 
-Trainer, data loader, experience maker and reward do their own work here. The engines are those of
-test_partial_samples.py, and the actors train nothing.
+Trainer, data loader, experience maker and reward are real. The engines are those of test_partial_samples.py, and the
+actors do not train.
 """
 
 import json
@@ -23,7 +23,7 @@ from openrlhf_bapo.cli.plot import read_scalars
 
 NUM_PROMPTS, NUM_EPISODES = 12, 2
 TIMINGS = {"timing/bapo_ratio_forward": 1000.0, "timing/bapo_search": 500.0}
-"""What the actors report, as parts of their training time."""
+"""Timings that the actors report, as parts of their training time."""
 
 REWARD = """
 import pathlib, torch
@@ -56,14 +56,14 @@ def without_ray_or_signals(monkeypatch):
 
 
 class Killed(BaseException):
-    """Ends a run in the middle of a training step."""
+    """Stands for a kill in the middle of a training step."""
 
 
 class Actors:
-    """Stands for RayActorGroup. It trains nothing, and keeps the states of checkpoints as OpenRLHF's actors do.
+    """Stands for RayActorGroup. Its actors do not train, but save and load the states of checkpoints like OpenRLHF's.
 
-    `steps` has the prompts of every training step, a number a sample. `before_step` is called with the number of steps
-    of this run so far.
+    `steps` has the prompt numbers of the samples of each training step. `before_step` is called with the number of
+    steps of this run so far.
     """
 
     def __init__(self, folder: Path, engines: list, before_step) -> None:
@@ -99,7 +99,7 @@ class Actors:
 
 
 def make_trainer(directory, before_step=lambda _: None, **flags):
-    """OpenRLHF's trainer, which takes 4 prompts of 3 samples a step; the responses have 1 to 10 tokens."""
+    """Make OpenRLHF's trainer with 4 prompts of 3 samples per step. The responses have 1 to 10 tokens."""
     from openrlhf.trainer import ppo_trainer
 
     settings = dict(
@@ -135,7 +135,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_steps", [1, 3, 4])
 @pytest.mark.parametrize("ending", ["killed", "reward_fails"])
-def test_a_run_that_ends_after_any_step_goes_on_and_trains_on_every_prompt_once_an_episode(
+def test_a_run_that_ends_after_any_step_resumes_and_trains_on_every_prompt_once_per_episode(
     directory, mode, num_steps, ending
 ):
     def end(step: int) -> None:
