@@ -7,6 +7,7 @@ response is cut, and complete groups wait for N rollouts before they are trained
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import ray
 import torch
@@ -30,6 +31,16 @@ def make_samples_generator(strategy, *args, **kwargs) -> VersionedSamplesGenerat
     return kind(strategy, *args, **kwargs)
 
 
+@dataclass
+class _Call:
+    """A call of `grow_responses` under way."""
+
+    engine: int
+    """Number of the engine that executes it."""
+    group: Group
+    responses: list[Response]
+
+
 class PartialSamplesGenerator(VersionedSamplesGenerator):
     """Generates rollouts in which a response grows by at most `--partial.token_budget` tokens.
 
@@ -48,6 +59,11 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         self.pool = PartialPool(partial_config_from_args(self.args.partial))
         self._prompts: Iterator | None = None
         self._has_ended = False  # whether the end of the episode has been reported
+        # About the current rollout; `generate_samples` resets them.
+        self.num_drawn = 0  # prompts
+        self._num_lost = 0  # groups dropped without a reward
+        self._judged: list[bool] = []  # for each group that dynamic filtering judged, whether it passed
+        self._seconds_alone = 0.0  # time in which a single call was still growing responses
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
@@ -63,7 +79,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self._prompts = iter(self.prompts_dataloader)
         began, num_taken = time.time(), self.args.rollout.batch_size
         num_needed = num_taken * (1 + self.args.offpolicy.lag)
-        self._seconds_alone, self._num_prompts, self._num_lost, self._judged = 0.0, 0, 0, []
+        self._seconds_alone, self.num_drawn, self._num_lost, self._judged = 0.0, 0, 0, []
         if self.args.vllm.enable_sleep:
             batch_vllm_engine_call(self.vllm_engines, "wake_up")
         while True:
@@ -91,7 +107,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         if not samples:
             logger.info(f"partial rollouts at the end of an episode: {metrics}")
         pass_rate = 100 * sum(self._judged) / len(self._judged) if self._judged else None
-        return RolloutSamples(samples, self.pool, metrics), pass_rate, self._num_prompts, self._has_ended
+        return RolloutSamples(samples, self.pool, metrics), pass_rate, self.num_drawn, self._has_ended
 
     def take_up(self, pool: PartialPool) -> None:
         """Continue with a saved pool. Responses without a reward, which may have ended the run, are generated again."""
@@ -110,7 +126,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         if num_groups <= 0 or self.pool.exhausted:
             return []
         prompts, labels, _, self.pool.exhausted = samples_generator._collect_prompt_batch(self._prompts, num_groups)
-        self._num_prompts += len(prompts)
+        self.num_drawn += len(prompts)
         self.num_prompts += len(prompts)
         size = self.args.rollout.n_samples_per_prompt
         return [self.pool.start(prompt, label, size) for prompt, label in zip(prompts, labels, strict=True)]
@@ -118,8 +134,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
     def _grow(self, groups: list[Group], num_needed: int, generate_kwargs: dict) -> None:
         """Let the unfinished responses of `groups` grow until `num_needed` groups of the pool are complete."""
         began, ended = time.time(), []
-        # By the reference of a call: its engine's number, its group, and the responses that grow.
-        running: dict[ray.ObjectRef, tuple[int, Group, list[Response]]] = {}
+        running: dict[ray.ObjectRef, _Call] = {}
         loads = [0] * len(self.vllm_engines)  # responses that grow on each engine
 
         def send(group: Group) -> None:
@@ -127,7 +142,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             responses = group.unfinished
             loads[engine] += len(responses)
             ref = self._grow_on(self.vllm_engines[engine], group, responses, generate_kwargs)
-            running[ref] = engine, group, responses
+            running[ref] = _Call(engine, group, responses)
 
         for group in groups:
             send(group)
@@ -138,11 +153,11 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
                 batch_vllm_engine_call(self.vllm_engines, "stop_growing")
             ready, _ = ray.wait(list(running), num_returns=1, timeout=0.1 if is_enough else 10.0)
             for ref in ready:
-                engine, group, responses = running.pop(ref)
-                loads[engine] -= len(responses)
+                call = running.pop(ref)
+                loads[call.engine] -= len(call.responses)
                 pieces = ray.get(ref)
                 ended += [piece.ended_at for piece in pieces]
-                if not self._keep(group, responses, pieces) and not is_enough:
+                if not self._keep(call.group, call.responses, pieces) and not is_enough:
                     for replacement in self._start(1):
                         send(replacement)
         *_, second_last, last = sorted([began, *ended])

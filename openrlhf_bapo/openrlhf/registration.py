@@ -30,13 +30,31 @@ SEAMS = (
 """(module, our function that is called with the module after its import), in the order of the calls."""
 
 
+_waiting: list[tuple[str, str, ModuleType]] = []
+"""(our module, our function, upstream module) of the calls that wait until our module is imported."""
+
+
 @functools.cache
 def register() -> None:
     """Register with OpenRLHF in this process. This is cheap, and a second call has no effect."""
     for module, function in SEAMS:
-        wrapt.register_post_import_hook(functools.partial(_call, function), module)
+        file, name = function.split(".")
+        ours = f"{__package__}.{file}"
+        wrapt.register_post_import_hook(functools.partial(_call, ours, name), module)
+        wrapt.register_post_import_hook(_call_waiting, ours)
 
 
-def _call(function: str, module: ModuleType) -> None:
-    file, name = function.split(".")
-    getattr(importlib.import_module(f"openrlhf_bapo.openrlhf.{file}"), name)(module)
+def _call(ours: str, name: str, module: ModuleType) -> None:
+    function = getattr(importlib.import_module(ours), name, None)
+    if function is not None:
+        function(module)
+    else:
+        # Our module was imported first, as in a process that unpickles objects of ours, and is importing `module` now.
+        _waiting.append((ours, name, module))
+
+
+def _call_waiting(ours: ModuleType) -> None:
+    for waiting in [waiting for waiting in _waiting if waiting[0] == ours.__name__]:
+        _waiting.remove(waiting)
+        _, name, module = waiting
+        getattr(ours, name)(module)

@@ -105,7 +105,7 @@ class Servers:
                 server.is_away(began, str(away))
                 give_up = min(give_up, time.monotonic() + limits.patience)
                 if time.monotonic() >= give_up:
-                    raise RewardFault(away.kind, f"{away}, for {limits.patience:g} s") from None
+                    raise RewardFault(away.kind, f"{away}; tried for {limits.patience:g} s") from None
             else:
                 server.num_failures = 0
                 return server.url, answer
@@ -210,14 +210,14 @@ def read_rewards(answer: object, num_responses: int, where: str) -> dict:
         RewardFault: if the answer does not have one finite reward and score for each response.
     """
     if not isinstance(answer, dict) or "rewards" not in answer:
-        raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, no dict with 'rewards'")
+        raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, not a dict with 'rewards'")
     found = {"rewards": _numbers(answer["rewards"], num_responses, f"{where}: 'rewards'")}
     found["scores"] = found["rewards"]
     if answer.get("scores") is not None:
         found["scores"] = _numbers(answer["scores"], num_responses, f"{where}: 'scores'")
     logs = answer.get("extra_logs") or {}
     if not isinstance(logs, dict):
-        raise RewardFault("wrong_type", f"{where}: 'extra_logs' is {_shown(logs)}, no dict")
+        raise RewardFault("wrong_type", f"{where}: 'extra_logs' is {_shown(logs)}, not a dict")
     found["extra_logs"] = {
         name: _numbers(value, num_responses, f"{where}: {name!r} of 'extra_logs'", finite=False)
         for name, value in logs.items()
@@ -244,7 +244,7 @@ def _numbers(values: object, count: int, what: str, finite: bool = True) -> list
         if value is None:
             raise RewardFault("none", f"{what} is None")
         if not isinstance(value, int | float):
-            raise RewardFault("wrong_type", f"{what} is {_shown(value)}, no number")
+            raise RewardFault("wrong_type", f"{what} is {_shown(value)}, not a number")
         if finite and not math.isfinite(value):
             raise RewardFault("not_finite", f"{what} is {value}")
     return values

@@ -44,7 +44,7 @@ def save_when_a_rollout_fails(trainer: type) -> None:
             return {
                 "episode": episode,  # the last step may belong to the episode before
                 "data_loader_state_dict": self.prompts_dataloader.state_dict(),
-                "total_consumed_prompts": states["total_consumed_prompts"] + generator._num_prompts,
+                "total_consumed_prompts": states["total_consumed_prompts"] + generator.num_drawn,
             }
 
         generator.generate_samples = generate_samples

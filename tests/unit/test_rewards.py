@@ -77,17 +77,21 @@ def ask_function(tmp_path, body: str, num_calls: int = 1, **limits) -> list[dict
         ("raise ValueError('gone\\n  away')", "exception", "ValueError: gone away ({file}, line 3)"),
         ("raise SystemExit(3)", "exception", "RuntimeError: SystemExit(3)"),
         ("raise TimeoutError('a socket')", "exception", "TimeoutError: a socket ({file}, line 3)"),
-        ("return [1.0]", "missing_key", "{file}: the answer is '[1.0]', no dict with 'rewards'"),
-        ("return None", "missing_key", "{file}: the answer is 'None', no dict with 'rewards'"),
-        ("return {'scores': 1.0}", "missing_key", "{file}: the answer is \"{'scores': 1.0}\", no dict with 'rewards'"),
+        ("return [1.0]", "missing_key", "{file}: the answer is '[1.0]', not a dict with 'rewards'"),
+        ("return None", "missing_key", "{file}: the answer is 'None', not a dict with 'rewards'"),
+        (
+            "return {'scores': 1.0}",
+            "missing_key",
+            "{file}: the answer is \"{'scores': 1.0}\", not a dict with 'rewards'",
+        ),
         ("return {'rewards': None}", "none", "{file}: 'rewards' is None"),
         ("return {'rewards': [None]}", "none", "{file}: 'rewards' is None"),
         ("return {'rewards': torch.tensor([float('nan')])}", "not_finite", "{file}: 'rewards' is nan"),
         ("return {'rewards': 1.0, 'scores': -float('inf')}", "not_finite", "{file}: 'scores' is -inf"),
         ("return {'rewards': [1.0, 2.0]}", "wrong_length", "{file}: 'rewards' has 2 values for 1 responses"),
         ("return {'rewards': torch.zeros(0)}", "wrong_length", "{file}: 'rewards' has 0 values for 1 responses"),
-        ("return {'rewards': 'high'}", "wrong_type", "{file}: 'rewards' is 'high', no number"),
-        ("return {'rewards': 1.0, 'extra_logs': [1]}", "wrong_type", "{file}: 'extra_logs' is '[1]', no dict"),
+        ("return {'rewards': 'high'}", "wrong_type", "{file}: 'rewards' is 'high', not a number"),
+        ("return {'rewards': 1.0, 'extra_logs': [1]}", "wrong_type", "{file}: 'extra_logs' is '[1]', not a dict"),
         ("return {'rewards': 1.0, 'extra_logs': {'a': 'b'}}", "wrong_type", "{file}: 'a' of 'extra_logs' is 'b', no"),
     ],
 )
@@ -184,8 +188,8 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
 @pytest.mark.parametrize(
     ("answer", "reason", "said"),
     [
-        ((503, "closed\nfor good"), "http_status", "answers with HTTP 503: 'closed for good', for 1 s"),
-        (None, "timeout", "gives no answer within 0.5 s, for 1 s"),
+        ((503, "closed\nfor good"), "http_status", "answers with HTTP 503: 'closed for good'; tried for 1 s"),
+        (None, "timeout", "gives no answer within 0.5 s; tried for 1 s"),
     ],
 )
 def test_patience_ends_with_the_servers_last_answer(serve, answer, reason, said):
@@ -207,10 +211,10 @@ def test_without_patience_a_dead_server_is_asked_once():
         ((404, "no such\npage"), "http_status", " answers with HTTP 404: 'no such page'"),
         ((200, "<html>"), "not_json", ": the answer is not JSON: '<html>'"),
         ((200, "[" * 100_000), "not_json", ": the answer is not JSON: '" + "[" * 80),
-        ((200, '{"reward": [1]}'), "missing_key", ": the answer is \"{'reward': [1]}\", no dict with 'rewards'"),
+        ((200, '{"reward": [1]}'), "missing_key", ": the answer is \"{'reward': [1]}\", not a dict with 'rewards'"),
         ((200, '{"rewards": [NaN]}'), "not_finite", ": 'rewards' is nan"),
         ((200, '{"rewards": [1, 2]}'), "wrong_length", ": 'rewards' has 2 values for 1 responses"),
-        ((200, '{"rewards": ["1"]}'), "wrong_type", ": 'rewards' is '1', no number"),
+        ((200, '{"rewards": ["1"]}'), "wrong_type", ": 'rewards' is '1', not a number"),
         ((200, '{"rewards": [null]}'), "none", ": 'rewards' is None"),
     ],
 )
