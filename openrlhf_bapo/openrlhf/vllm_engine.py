@@ -61,7 +61,7 @@ class _CurrentResponse:
     """The response that the running asyncio task generates."""
 
     seed_name: str | None = None
-    """Determines the sampling seed of each of its `generate` calls. None: the engine's own random numbers are used."""
+    """Determines the sampling seed of each of its `generate` calls, see `_seed_name`. None: the calls have no seed."""
 
     versions: list[list[int]] = field(default_factory=list)
     """For each of its `generate` calls, the policy version of each token."""
@@ -183,6 +183,11 @@ async def generate_responses(
 
 
 def _seed_name(sampling_params, *parts) -> str | None:
+    """Return the `seed_name` of a response, or None without a seed.
+
+    For example, "7 12 0" is response 0 to the prompt at place 12 in a run with seed 7. A piece of a response also has
+    the number of tokens before it.
+    """
     return None if sampling_params.seed is None else " ".join(map(str, (sampling_params.seed, *parts)))
 
 
