@@ -46,7 +46,7 @@ _COUNTERS = ("started", "taken", "resumed", "finished", "tokens_wasted", *REASON
 
 @dataclass(frozen=True)
 class PartialConfig:
-    """How far a response grows in one rollout, and how old it may become."""
+    """Settings of rollouts under a token budget: growth per rollout, and limits on age."""
 
     token_budget: int = 0
     """The maximum number of tokens that a response grows by in one rollout; 0 = off."""

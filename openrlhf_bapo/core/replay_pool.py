@@ -59,7 +59,7 @@ _LOADED_NAMES = {saved: name for name, saved in _SAVED_NAMES.items()}
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """How many groups are replayed, and their highest age and reuse."""
+    """Settings of replay: its amount, and limits on age and reuse."""
 
     ratio: float = 0.0
     """Replayed groups per fresh group; 0 = off."""
@@ -173,7 +173,7 @@ class Group:
 
     @cached_property
     def is_informative(self) -> bool:
-        """Whether the rewards differ. If they do not, every group-relative advantage is 0."""
+        """True if the rewards differ. If they do not, every group-relative advantage is 0."""
         rewards = self.rewards.tolist()
         return any(reward != rewards[0] for reward in rewards)
 
@@ -184,7 +184,7 @@ class Group:
 
 
 class ReplayPool:
-    """At most `config.capacity` groups. Each is drawn at most `max_reuse` times, and never above `max_staleness`."""
+    """A pool of at most `config.capacity` groups, each drawn at most `max_reuse` times and up to `max_staleness`."""
 
     def __init__(self, config: ReplayConfig):
         self.config = config

@@ -34,7 +34,7 @@ class PlacedPrompt:
 
 @dataclass
 class Piece:
-    """What a response grew by in one call of `grow_responses`."""
+    """The tokens that a response grew by in one call of `grow_responses`, and its outcome."""
 
     prompt_tokens: list[int] = field(default_factory=list)
     """Tokens of the prompt as the engine received it."""
@@ -147,13 +147,13 @@ async def generate_responses(
 
     Args:
         prompt: a `PlacedPrompt`, or the text alone for a prompt that has no place.
-        label: as upstream's, like the arguments below.
+        label: as in upstream's method, like all arguments below that are not explained otherwise.
         sampling_params: if its `seed` is set, every response gets its own seed, which follows from this one, the
             prompt's place and the number of the response.
-        max_length: of prompt and response, in tokens.
-        hf_tokenizer: of the model.
-        num_samples: responses to generate.
-        images: of the prompt.
+        max_length: maximum length of prompt and response together, in tokens.
+        hf_tokenizer: the model's tokenizer.
+        num_samples: number of responses to generate.
+        images: images of the prompt.
 
     Returns:
         Upstream's dict per response, with two keys more: "versions", a list per action range with the version of each
@@ -254,8 +254,8 @@ async def grow_responses(
         prompt: with the key of its group as the place.
         label: as in `generate_responses`, like the arguments below.
         sampling_params: if its `seed` is set, every piece gets its own seed.
-        max_length: of prompt and response, in tokens.
-        hf_tokenizer: of the model.
+        max_length: maximum length of prompt and response together, in tokens.
+        hf_tokenizer: the model's tokenizer.
         kept_tokens: by the number of the response, its tokens so far; [] for a new response.
         budget: the maximum number of new tokens per response, at least 1.
         finish: whether to end the responses where they are, as truncated, without new tokens.
