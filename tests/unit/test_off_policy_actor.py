@@ -9,7 +9,7 @@ import torch
 from reference import contributions, search
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.openrlhf.trainer import _with_replayed_steps_in_the_seeds_order
+from openrlhf_bapo.openrlhf.trainer import _with_seeded_order_and_replayed_steps
 
 LENGTHS = [3, 5, 2, 7, 1, 4, 6, 2]
 POSITIVE = [True, False] * 4
@@ -244,7 +244,7 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5), train=Namespace(seed=0))
     prompts = Namespace(sampler=Namespace(generator=torch.Generator()))
-    prepare = _with_replayed_steps_in_the_seeds_order(lambda strategy, tokenizer: (prompts, "evaluation", 100))
+    prepare = _with_seeded_order_and_replayed_steps(lambda strategy, tokenizer: (prompts, "evaluation", 100))
     assert prepare(Namespace(args=args), None) == (prompts, "evaluation", 150)
 
 
