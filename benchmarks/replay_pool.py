@@ -28,7 +28,7 @@ def rollout(num_samples: int, num_tokens: int) -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.randint(150_000, (num_samples, num_tokens)),
         "action_mask": torch.ones(shape, dtype=torch.bool),
-        "behaviour_log_probs": -torch.rand(shape),
+        "behavior_log_probs": -torch.rand(shape),
         "versions": torch.zeros(shape, dtype=torch.int64),
         "advantages": torch.randn(shape),
     }

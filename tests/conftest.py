@@ -1,13 +1,13 @@
-"""Shared by all tests: limits that only a hang breaks, since the machine that runs them may be busy."""
+"""Settings and fixtures of all tests. The time limits are generous, because the machine may be busy."""
 
 import pytest
 from hypothesis import Phase, settings
 
 from openrlhf_bapo import register
 
-pytest.register_assert_rewrite("pipeline", "recordings", "partial", "endings")  # their assertions show their values too
+pytest.register_assert_rewrite("pipeline", "recordings", "partial", "endings")  # so that their assertions show values
 settings.register_profile("project", deadline=None, max_examples=150)
-# For tools/mutation.py: a planted fault that 50 examples do not find is no fault that a test can be said to notice.
+# For tools/mutation.py: a test notices a planted fault only if it finds the fault within 50 examples.
 settings.register_profile("mutation", deadline=None, max_examples=50, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("project")
 register()
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def serve():
-    """Makes a reward server that gives these answers, and ends it after the test."""
+    """A function that starts a reward server with the given answers. The server is stopped after the test."""
     from reward_server import Server
 
     servers = []

@@ -32,6 +32,7 @@ TESTS = {
     "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
+    "core/saved_pool.py": ["test_saved_pool.py"],
     "command/flags.py": ["test_flags.py"],
     "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from openrlhf_bapo.command import checks
 from openrlhf_bapo.command.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
 from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.core.replay_pool import ReplayPoolError
+from openrlhf_bapo.core.saved_pool import SavedStateError
 from openrlhf_bapo.openrlhf.registration import register
 from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint
 
@@ -51,7 +51,7 @@ def run_upstream(
             checks.check(parsed, given, depth, early)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
-        except (FlagError, ReplayPoolError) as error:
+        except (FlagError, SavedStateError) as error:
             parser.error(str(error))
         prepare(parsed)
         return parsed

@@ -1,4 +1,4 @@
-"""The clip bounds of updates as metrics, by the names that they have in every framework's logs (docs/metrics.md)."""
+"""Metrics of the updates' clip bounds, under the same names in every framework's logs (docs/metrics.md)."""
 
 from dataclasses import fields
 
@@ -29,6 +29,6 @@ def bounds_metrics(updates: list[UpdateBounds]) -> dict[str, float]:
             "found_share": [f.positive_share for f in found],
             "found_distance": [(f.lower - u.lower).abs() + (f.upper - u.upper).abs() for f, u in pairs],
         }
-    # nanmean: an update without any token to balance has no share.
+    # nanmean, because the share of an update without active tokens is NaN.
     means = torch.stack([torch.stack(row) for row in rows.values()]).nanmean(1)
     return {f"bapo/{name}": mean for name, mean in zip(rows, means.tolist(), strict=True)}

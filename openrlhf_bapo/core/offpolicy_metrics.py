@@ -1,15 +1,15 @@
-"""What stale tokens do to an update: importance ratios and clipping by staleness.
+"""Importance ratios, clipping and effective sample size of an update's tokens, by their staleness.
 
-The staleness of a token is the number of policy versions between the one that is trained and the one that generated the
-token. A version is a publication of weights to the rollout engines; between two of them lie one or more optimizer
-steps, and those within the running training step too lie between a token's weights and those that train on it: the
-paper's staleness (Algorithm 1, line 7) counts these. With r the importance ratio of each of n tokens,
+The staleness of a token is the number of policy versions between the policy that generated it and the one that is
+trained. A version is a publication of weights to the rollout engines, which can come after one or more optimizer steps.
+Optimizer steps are counted too, including those within the current training step. The paper's staleness (Algorithm 1,
+line 7) counts the latter. With r the importance ratio of each of n tokens,
 
     effective sample size = (sum r)^2 / (n sum r^2)
 
-is 1 where all ratios are equal and falls towards 1 / n as few tokens outweigh the rest. It follows from sums alone, so
-that one pass leaves a small tally, which adds over micro-batches and is all-reduced over data-parallel ranks. Every
-token counts once, whatever its weight in the loss.
+It is 1 if all ratios are equal, and falls towards 1 / n as a few tokens outweigh the rest. All metrics follow from sums
+and maxima. One pass over the tokens makes a small tally of them. Tallies add over micro-batches and are all-reduced
+over data-parallel ranks. Every token counts once, whatever its weight in the loss.
 """
 
 import functools
@@ -22,35 +22,36 @@ import torch.distributed as dist
 
 from openrlhf_bapo.core.clip_bounds import _LANES
 
-# Label of each bucket of staleness, and its lower edge in versions, ascending; the last bucket is open.
+# Label and lower edge (versions) of each staleness bucket, ascending. The last bucket has no upper edge.
 STALENESS_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8+": 8}
 
 
 @functools.lru_cache(maxsize=64)
 def _edges(device: torch.device) -> torch.Tensor:
-    # Cached: building it copies from the host, which would stall a GPU in every micro-batch.
+    # Cached, because the copy from the host would stall a GPU in every micro-batch.
     return torch.tensor(list(STALENESS_BUCKETS.values())[1:], device=device)
 
 
 @dataclass(frozen=True)
 class OffPolicyTally:
-    """What `offpolicy_metrics` needs to know of a set of tokens; tallies of disjoint sets add.
+    """Sums and maxima over a set of tokens, from which `offpolicy_metrics` follow. Tallies of disjoint sets add.
 
-    A row is a bucket of `STALENESS_BUCKETS`.
+    Each row is one of `STALENESS_BUCKETS`.
     """
 
     sums: torch.Tensor
     """float64 [num_buckets, 9]: number of tokens; sums of ratio, ratio^2, staleness and optimizer steps; number of
-    tokens with A > 0, of those with ratio > upper, of tokens with A < 0, of those with ratio < lower."""
+    tokens with A > 0; number of these with ratio > upper; number of tokens with A < 0; number of these with
+    ratio < lower."""
 
     maxima: torch.Tensor
-    """float64 [num_buckets, 3]: highest ratio, staleness and optimizer steps; -inf where the bucket has no token."""
+    """float64 [num_buckets, 3]: highest ratio, staleness and optimizer steps; -inf if the bucket has no token."""
 
     def __add__(self, other: "OffPolicyTally") -> "OffPolicyTally":
         return OffPolicyTally(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def all_reduce(self, group: dist.ProcessGroup) -> "OffPolicyTally":
-        """The tally of all tokens on all ranks of `group`, the same on every rank. Two collectives."""
+        """Return the tally of the tokens on all ranks of `group`, equal on every rank. Takes two collectives."""
         sums, maxima = self.sums.clone(), self.maxima.clone()
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
@@ -67,20 +68,21 @@ def tally_offpolicy(
     lower: torch.Tensor | float,
     upper: torch.Tensor | float,
 ) -> OffPolicyTally:
-    """Add up a set of tokens in one pass, on their device, without host synchronisation.
+    """Tally a set of tokens in one pass, on their device, without host synchronization.
+
+    Where the mask is 0, the other arguments may have any value.
 
     Args:
-        ratio: importance ratios pi_theta / pi_behaviour, any shape; what stands under a mask of 0 may be anything, in
-            every argument.
+        ratio: importance ratios pi_theta / pi_behavior, any shape.
         advantages: the same shape.
-        mask: the same shape; 0 or False for "no token", anything above it for one token.
+        mask: the same shape; above 0 for tokens, 0 or False elsewhere.
         staleness: the same shape, integer; versions, at least 0.
         optimizer_steps: the same shape, integer; optimizer steps between the weights that generated a token and those
             that train on it, at least 0.
         lower: the lower clip bound, 0-dim or a number.
         upper: the upper clip bound, 0-dim or a number.
     """
-    # Flat, so that the bounds are compared in the ratio's own precision, as the loss clamps it, whatever their own.
+    # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
     ratio, advantages, mask, staleness, optimizer_steps = (
         x.flatten() for x in (ratio, advantages, mask, staleness, optimizer_steps)
     )
@@ -95,8 +97,8 @@ def tally_offpolicy(
     values = torch.stack([num_tokens, r, r * r, s, o, *num_by_sign])  # [9, num_tokens]
     highest = torch.where(active, torch.stack([r, s, o]), -math.inf)  # [3, num_tokens]
 
-    # Tokens that do not count add zeros to whatever bucket their garbage fell into. In lanes, as nearly all tokens may
-    # have one staleness.
+    # Masked tokens add zeros to an arbitrary bucket. Lanes spread the additions, because most tokens may share one
+    # staleness.
     index = torch.arange(active.numel(), device=ratio.device) % _LANES * num_buckets + bucket
     sums = values.new_zeros(len(values), _LANES * num_buckets).index_add_(1, index, values)
     maxima = highest.new_full((len(highest), _LANES * num_buckets), -math.inf)
@@ -108,21 +110,22 @@ def tally_offpolicy(
 
 
 def offpolicy_metrics(tally: OffPolicyTally) -> dict[str, float]:
-    """The metrics of all tokens, and of those of each bucket that has any; {} without a token. Synchronises once.
+    """Metrics of all tokens, and of the tokens of each bucket that is not empty. Synchronizes with the device once.
 
     Returns:
         "offpolicy/" staleness_mean and staleness_max (versions), optimizer_steps_mean and optimizer_steps_max, ess
-        (effective sample size as a fraction of the tokens; 0 where every ratio is 0), ratio_mean, ratio_max,
-        clip_frac_positive and clip_frac_negative (fraction of the tokens of that sign whose ratio lies above `upper` or
-        below `lower`; 0 if none). A bucket's carry the suffix "/staleness_LABEL"; it has no staleness_* and
-        optimizer_steps_*, but token_frac, its fraction of all tokens.
+        (effective sample size as a fraction of the tokens; 0 if every ratio is 0), ratio_mean, ratio_max,
+        clip_frac_positive and clip_frac_negative (fraction of the tokens with that sign whose ratio is above `upper` or
+        below `lower`; 0 without such tokens). A bucket's metrics have the suffix "/staleness_LABEL". They include
+        token_frac, the bucket's fraction of all tokens, but not staleness_* and optimizer_steps_*. {} without tokens.
     """
     rows = torch.cat([tally.sums, tally.maxima], dim=1)
     total = torch.cat([tally.sums.sum(0), tally.maxima.amax(0)]).unsqueeze(0)
-    (num_all, *_), *_ = everything = torch.cat([total, rows]).tolist()
+    table = torch.cat([total, rows]).tolist()
+    num_all = table[0][0]
 
     found: dict[str, float] = {}
-    for label, row in zip((None, *STALENESS_BUCKETS), everything, strict=True):
+    for label, row in zip((None, *STALENESS_BUCKETS), table, strict=True):
         num, ratio, ratio_squared, staleness, steps, positive, above, negative, below, *highest = row
         ratio_max, staleness_max, steps_max = highest
         if num == 0:

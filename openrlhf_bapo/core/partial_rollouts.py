@@ -1,7 +1,8 @@
-"""Responses that grow over several rollouts, by a token budget each, and the prompt groups that they make up.
+"""Responses that grow over several rollouts, by at most a token budget in each, and their prompt groups.
 
-The unit is the prompt group: all responses to one prompt, which are trained on together, so that group advantages stay
-right. A policy version is the number of weight updates published to the rollout engines so far. The life of a group is
+The unit is the prompt group: all responses to one prompt. They are trained on together, because advantages are relative
+to the group. A policy version is the number of weight updates published to the rollout engines so far. The life of a
+group is
 
                          +--------- resumed by the next rollout ----------+
                          v                                                |
@@ -12,15 +13,15 @@ right. A policy version is the number of weight updates published to the rollout
                     +----------------------------------------+--> dropped: stale, filtered, left over,
                                                                       unrewarded
 
-and every way out is counted, so that started = taken + dropped + size. A response gets one segment a rollout: the
-tokens that it grew by, each with the log-prob that the engine sampled it with and the version that generated it. A
-group's staleness at version v is v less the version of its oldest token; none above `max_staleness` is ever taken.
+and every way out is counted, so that started = taken + dropped + size. A response grows by one segment per rollout.
+Every token has the log-prob that the engine sampled it with, and the version that generated it. A group's staleness at
+version v is v minus the version of its oldest token. Groups above `max_staleness` are never taken.
 
-Example with a budget of 100 tokens and max_staleness 1: a response of 250 tokens, begun at version 3, has 100 of them
-at its end, 200 at version 4's, and would be complete at version 5. `on_stale="finish"` lets it be finished at version 4
-as truncated, with its 200 tokens; "drop" drops its group at version 5.
+Example with a budget of 100 tokens and max_staleness 1: a response of 250 tokens, started at version 3, has 100 tokens
+after the rollout of version 3, 200 after that of version 4, and would be complete at version 5. `on_stale="finish"`
+finishes it at version 4 as truncated, with its 200 tokens. "drop" drops its group at version 5.
 
-On disk a pool is a directory as in replay_pool.py: groups.safetensors holds the tokens, pool.json the rest.
+core/saved_pool.py describes the files of a saved pool.
 """
 
 import math
@@ -29,42 +30,42 @@ from dataclasses import dataclass, field
 
 import torch
 
-from openrlhf_bapo.core.replay_pool import NO_VERSION, from_columns, read_directory, to_columns, write_directory
+from openrlhf_bapo.core.replay_pool import NO_VERSION
+from openrlhf_bapo.core.saved_pool import from_columns, read_directory, to_columns, write_directory
 
 ON_STALE = ("drop", "finish")
 FORMAT_VERSION = 1
 DISCARD_FLAG = "--partial.discard_saved"
 
 REASONS = ("stale", "filtered", "left_over", "unrewarded")
-"""Why a group was dropped: too old or of too many segments; by its scores; in no whole batch at the end of the data;
-with a response that got no reward."""
+"""Why a group was dropped: it was too old or had too many segments; dynamic filtering rejected its scores; it was in an
+incomplete batch at the end of the data; a response got no reward."""
 
-_TENSORS = {"tokens": torch.int32, "log_probs": torch.float32, "versions": torch.int32}
 _COUNTERS = ("started", "taken", "resumed", "finished", "tokens_wasted", *REASONS)
 
 
 @dataclass(frozen=True)
 class PartialConfig:
-    """How far a response grows in one rollout, and how old it may become."""
+    """Settings of rollouts under a token budget: growth per rollout, and limits on age."""
 
     token_budget: int = 0
-    """Tokens that a response may grow by in one rollout; 0 = off."""
+    """The maximum number of tokens that a response grows by in one rollout; 0 = off."""
 
     oversample: float = 1.5
     """Groups in flight per group that a rollout still needs."""
 
     max_segments: int = 0
-    """The most segments of a response; 0 = any number."""
+    """The maximum number of segments of a response; 0 = no limit."""
 
     max_staleness: int = 8
     """The highest staleness of a group that is taken, in versions."""
 
     on_stale: str = "drop"
-    """What becomes of a response that would grow too old, or beyond `max_segments`: "drop" drops its group, "finish"
-    ends it where it is, as truncated."""
+    """How to treat a response that would become too old, or exceed `max_segments`: "drop" drops its group, "finish"
+    ends the response where it is, as truncated."""
 
     def __post_init__(self):
-        """Raises ValueError that names the field, its value and what is allowed."""
+        """Raise ValueError with the field, its value and what is allowed."""
         for name in ("token_budget", "max_segments", "max_staleness"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)} is not allowed; it must be at least 0")
@@ -74,26 +75,28 @@ class PartialConfig:
             raise ValueError(f"on_stale {self.on_stale!r} is not allowed; it must be one of {ON_STALE}")
 
 
-def _empty() -> dict[str, torch.Tensor]:
-    return {name: torch.empty(0, dtype=dtype) for name, dtype in _TENSORS.items()}
-
-
 @dataclass(eq=False)
 class Response:
     """One response so far."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=_empty)
-    """"tokens" [T] int32, "log_probs" [T] float32 (the engine's, as sampled), "versions" [T] int32."""
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """[T] int32."""
+
+    behavior_log_probs: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    """[T] float32: the log-probs that the engine sampled the tokens with."""
+
+    versions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """[T] int32: the policy versions that generated the tokens."""
 
     segments: list[int] = field(default_factory=list)
-    """Tokens of each segment; their sum is T."""
+    """Number of tokens in each segment; their sum is T."""
 
     outcome: dict | None = None
-    """What the whole response was found to be, any JSON values, such as its reward; None while it is unfinished."""
+    """Properties of the whole response, such as its reward; any JSON values. None while it is unfinished."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return sum(self.segments)
 
 
@@ -102,62 +105,62 @@ class Group:
     """All responses to one prompt."""
 
     key: int
-    """Unique in a pool, ascending in the order of the start."""
+    """Number in the order of the starts, unique in a pool."""
 
     prompt: str
 
     label: object
-    """What the reward compares with; any JSON value."""
+    """The label that the reward compares with; any JSON value."""
 
     responses: list[Response]
 
     prompt_tokens: list[int] = field(default_factory=list)
-    """Of the prompt as the engine was given it; [] while no response has grown."""
+    """Tokens of the prompt as the engine received it; [] while no response has grown."""
 
     @property
     def unfinished(self) -> list[Response]:
-        """The responses that are to grow on."""
+        """Responses that still grow."""
         return [response for response in self.responses if response.outcome is None]
 
     @property
     def oldest_version(self) -> int:
-        """The lowest version that generated a token; 2**31 - 1 without a token."""
-        grown = [response.tensors["versions"] for response in self.responses if response.num_tokens]
+        """The lowest version that generated a token; `NO_VERSION` if there is no token."""
+        grown = [response.versions for response in self.responses if response.num_tokens]
         return min((int(versions.min()) for versions in grown), default=NO_VERSION)
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
+        """Number of tokens in all responses."""
         return sum(response.num_tokens for response in self.responses)
 
 
 class PartialPool:
-    """The groups that were started and neither taken nor dropped."""
+    """Groups that were started, and are neither taken nor dropped yet."""
 
     def __init__(self, config: PartialConfig):
         self.config = config
         self.exhausted = False
-        """Whether the prompts of the running episode have all been started."""
+        """Whether all prompts of the current episode have been started."""
         self._groups: dict[int, Group] = {}  # by key
         self._next_key = 0
         self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._segments: list[int] = []  # of every response that was taken
+        self._segments: list[int] = []  # number of segments of each response that was taken
 
     def __len__(self) -> int:
         return len(self._groups)
 
     @property
     def unfinished(self) -> list[Group]:
-        """Groups with a response that is to grow on, the oldest first."""
+        """Groups with a response that still grows, the oldest first."""
         return self._sorted(lambda group: group.unfinished)
 
     @property
     def complete(self) -> list[Group]:
-        """Groups that wait to be taken, the oldest first."""
+        """Groups whose responses are all complete and wait to be taken, the oldest first."""
         return self._sorted(lambda group: not group.unfinished)
 
     def start(self, prompt: str, label: object, num_samples: int) -> Group:
-        """A new group, whose responses have no token yet."""
+        """Start a new group, whose responses have no tokens yet."""
         group = Group(self._next_key, prompt, label, [Response() for _ in range(num_samples)])
         self._groups[group.key] = group
         self._next_key += 1
@@ -168,32 +171,36 @@ class PartialPool:
         self,
         response: Response,
         tokens: list[int],
-        log_probs: list[float],
+        behavior_log_probs: list[float],
         versions: list[int],
         outcome: dict | None = None,
     ) -> None:
-        """Append what a rollout made of an unfinished response; without any token that is no segment.
+        """Append the tokens of one rollout to an unfinished response. They are one segment, if there are any.
 
         Args:
-            response: of a group of this pool.
-            tokens: [n], as `log_probs` and `versions`.
-            outcome: of the whole response, if it is finished with these tokens.
+            response: a response of a group in this pool.
+            tokens: [n].
+            behavior_log_probs: [n].
+            versions: [n].
+            outcome: the outcome of the whole response, if it ends with these tokens.
         """
         if tokens:
             self._counters["resumed"] += bool(response.segments)
-            new = dict(tokens=tokens, log_probs=log_probs, versions=versions)
-            for name, dtype in _TENSORS.items():
-                response.tensors[name] = torch.cat([response.tensors[name], torch.tensor(new[name], dtype=dtype)])
+            response.tokens = _extended(response.tokens, tokens)
+            response.behavior_log_probs = _extended(response.behavior_log_probs, behavior_log_probs)
+            response.versions = _extended(response.versions, versions)
             response.segments.append(len(tokens))
         response.outcome = outcome
 
     def restart(self, response: Response) -> None:
-        """Let a response grow from its first token again."""
+        """Discard the tokens of a response, so that it grows from its first token again."""
         self._counters["tokens_wasted"] += response.num_tokens
-        response.tensors, response.segments, response.outcome = _empty(), [], None
+        response.tokens, response.versions = response.tokens[:0], response.versions[:0]
+        response.behavior_log_probs = response.behavior_log_probs[:0]
+        response.segments, response.outcome = [], None
 
     def expire(self, version: int) -> None:
-        """Drop the groups that can no longer be taken at `version`; those at max_segments too, unless they finish."""
+        """Drop groups that are too old at `version`, and with "drop" also groups with a response at `max_segments`."""
         drops = self.config.on_stale == "drop"
         for group in list(self._groups.values()):
             too_old = version - group.oldest_version > self.config.max_staleness
@@ -201,11 +208,13 @@ class PartialPool:
                 self.drop(group, "stale")
 
     def overdue(self, version: int | None = None) -> list[tuple[Group, Response]]:
-        """With "finish", the responses that are to be finished as truncated: those that have all the segments they may.
+        """With "finish", return the unfinished responses at `max_segments`, which are to be finished as truncated.
+
+        A group is dropped instead if one of these responses has no tokens.
 
         Args:
-            version: before groups are taken at this version, also those that would be too old at the next one. A group
-                with such a response that has no token to finish is dropped.
+            version: the version at which groups are taken next. If given, unfinished responses whose group would be too
+                old at the version after it are returned too.
         """
         found = []
         for group in self.unfinished if self.config.on_stale == "finish" else []:
@@ -219,7 +228,7 @@ class PartialPool:
         return found
 
     def take(self, num_groups: int) -> list[Group]:
-        """At most `num_groups` complete groups, the oldest first, which leave the pool to be trained on."""
+        """Remove up to `num_groups` complete groups, the oldest first, and return them to be trained on."""
         taken = self.complete[:num_groups]
         for group in taken:
             del self._groups[group.key]
@@ -228,18 +237,18 @@ class PartialPool:
         return taken
 
     def drop(self, group: Group, reason: str) -> None:
-        """Let a group go untrained, for one of `REASONS`."""
+        """Remove a group without training on it, for one of `REASONS`."""
         del self._groups[group.key]
         self._counters[reason] += 1
         self._counters["tokens_wasted"] += group.num_tokens
 
     def metrics(self) -> dict[str, float]:
-        """Sizes of the pool now, segments of the responses taken, and what was counted since the last call.
+        """Current sizes of the pool, and the counts and the taken responses' segments since the last call.
 
         Returns:
             "partial/" in_flight and waiting (unfinished and complete groups), started, taken, dropped (all reasons)
-            and dropped_REASON (groups), resumed and finished (responses), tokens_wasted (of groups that were dropped
-            and responses that were restarted), segments_mean and segments_max (missing if no response was taken).
+            and dropped_REASON (groups), resumed and finished (responses), tokens_wasted (of dropped groups and
+            restarted responses), segments_mean and segments_max (only if responses were taken).
         """
         counted = self._counters
         found: dict[str, float] = {
@@ -256,11 +265,11 @@ class PartialPool:
         return {f"partial/{name}": float(value) for name, value in found.items()}
 
     def save(self, path: str | os.PathLike, state: object, fingerprint: dict[str, str]) -> None:
-        """Write the pool to directory `path`, in place of what stands there; as `ReplayPool.save`.
+        """Write the pool to directory `path`, in place of what is there, as `write_directory` does.
 
         Args:
             path: the directory; its parents are made.
-            state: of the run around the pool; any JSON value, handed back by `load`.
+            state: the run's own state, any JSON value; `load` returns it.
             fingerprint: what a later run must share to use the pool, such as model and tokenizer.
         """
         groups = [
@@ -283,33 +292,42 @@ class PartialPool:
             "segments": self._segments,
             "groups": groups,
         }
-        write_directory(path, to_columns([r.tensors for g in self._groups.values() for r in g.responses]), record)
+        # The column of the log-probs has another name than the field.
+        tensors = [
+            {"tokens": r.tokens, "log_probs": r.behavior_log_probs, "versions": r.versions}
+            for group in self._groups.values()
+            for r in group.responses
+        ]
+        write_directory(path, to_columns(tensors), record)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike, config: PartialConfig, fingerprint: dict[str, str]
     ) -> tuple["PartialPool", object]:
-        """The pool that was saved to `path`, and the state that it was saved with; `config` may differ.
+        """Load the pool that was saved to `path`, and the state that it was saved with; `config` may differ.
 
         Raises:
-            ReplayPoolError: if a file is missing, damaged or of another format, or if the fingerprint differs.
+            SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
         """
         columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
         pool = cls(config)
         pool.exhausted = record["exhausted"]
         pool._next_key, pool._segments = record["next_key"], record["segments"]
         pool._counters |= record["counters"]
-        rows = iter(from_columns(columns, sum(len(group["responses"]) for group in record["groups"])))
+        tensors = iter(from_columns(columns, sum(len(group["responses"]) for group in record["groups"])))
         for saved in record["groups"]:
-            responses = [Response(next(rows), **response) for response in saved.pop("responses")]
+            responses = []
+            for response in saved.pop("responses"):
+                row = next(tensors)
+                responses.append(Response(row["tokens"], row["log_probs"], row["versions"], **response))
             pool._groups[saved["key"]] = Group(responses=responses, **saved)
         return pool, record["state"]
 
     def shift_versions(self, shift: int) -> None:
-        """Add `shift` to the version of every token: a resumed run's engines count from 0 again."""
+        """Add `shift` to the version of every token. A resumed run needs this, because its engines count from 0."""
         for group in self._groups.values():
             for response in group.responses:
-                response.tensors["versions"] += shift
+                response.versions += shift
 
     def _is_at_last_segment(self, response: Response) -> bool:
         return 0 < self.config.max_segments <= len(response.segments)
@@ -317,3 +335,7 @@ class PartialPool:
     def _sorted(self, belongs) -> list[Group]:
         groups = [group for group in self._groups.values() if belongs(group)]
         return sorted(groups, key=lambda group: (group.oldest_version, group.key))
+
+
+def _extended(tensor: torch.Tensor, values: list) -> torch.Tensor:
+    return torch.cat([tensor, torch.tensor(values, dtype=tensor.dtype)])

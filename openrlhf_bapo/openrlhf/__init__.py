@@ -1,5 +1,5 @@
-"""Our parts in OpenRLHF's seams, one file per seam."""
+"""Our parts of OpenRLHF, one file for each part of OpenRLHF that they replace or extend."""
 
 from openrlhf_bapo.openrlhf import cpu
 
-cpu.register()  # without CUDA, OpenRLHF could not even be imported by the modules here
+cpu.register()  # first, because without CUDA the modules here could not import OpenRLHF

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, SteadyBounds, importance_ratio, make_clip_rule
 from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
-from openrlhf_bapo.openrlhf.registration import call_what_waits
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_steady_bounds, save_steady_bounds
 from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
@@ -289,6 +288,3 @@ def use_actor_trainer(upstream: ModuleType) -> None:
     actor.save_checkpoint = _saving_steady_bounds(actor.save_checkpoint)
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader
-
-
-call_what_waits(__name__)

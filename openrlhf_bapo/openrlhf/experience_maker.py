@@ -1,4 +1,4 @@
-"""OpenRLHF's RemoteExperienceMaker with the behaviour policy's log-probs, staleness, and replay of past groups."""
+"""OpenRLHF's RemoteExperienceMaker with the behavior policy's log-probs, staleness, and replay of past groups."""
 
 from dataclasses import fields
 
@@ -16,47 +16,47 @@ from openrlhf_bapo.core.replay_pool import Group, ReplayPool
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
 from openrlhf_bapo.openrlhf.settings import is_off_policy, replay_config_from_args
 
-# Experience's fields under the pool's names.
-_POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behaviour_log_probs"}
+# Fields of Experience that have another name in the pool. OpenRLHF's loss takes action_log_probs as the denominator of
+# the ratio, so they are the behavior policy's.
+_POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behavior_log_probs"}
 
-# Experience's fields that change while a sample lies in the pool.
+# Fields of Experience that change while a sample is in the pool.
 _AGES = ("staleness", "optimizer_steps")
 
 
 class OffPolicyExperienceMaker(RemoteExperienceMaker):
-    """Upstream's; the ratio's denominator is the policy that really generated the token.
+    """Upstream's experience maker, with the policy that generated each token in the ratio's denominator.
 
-    Fresh samples are made as ever. With `--offpolicy.ratio_base rollout` their denominator is then the engine's own
-    log-prob instead of the recomputed one; under a token budget it is so for the tokens of older versions.
+    Fresh samples are made as upstream does. With `--offpolicy.ratio_base rollout` the engine's log-probs then replace
+    the recomputed ones in the denominator. Under a token budget they do so for tokens of older versions.
 
-    Replayed groups come back as they were made: tokens, denominator, advantages, and whatever else the fresh sample
-    had. Advantages are relative to the group's own rewards, reference log-probs belong to a policy that does not
-    change, and values and returns (GAE) are those of the rollout's time: computing them anew would pair old rewards
-    with a critic that has since learned from them.
+    Replayed groups come back as they were made, with the same tokens, denominators, advantages and other tensors.
+    Advantages are relative to the group's own rewards, and the reference policy does not change. Values and returns
+    (GAE) stay those of the rollout: new values would come from a critic that has since learned from these rewards.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.policy_version = 0
-        """Weight updates published to the engines so far, those before a resume included."""
+        """Weight updates published to the engines so far, including those before a resume."""
         self.version_offset = 0
-        """What to add to an engine's own count, which starts at 0 with every run."""
+        """Policy version minus the engines' own count of updates, which starts at 0 with every run."""
         self.num_optimizer_steps = 0
-        """That the actor has made so far, those before a resume included."""
+        """Optimizer steps of the actor so far, including those before a resume."""
         self.steps_by_version = [0]
-        """By policy version: `num_optimizer_steps` of its weights."""
+        """For each policy version, `num_optimizer_steps` when it was published."""
         self.pool = None
         if self.args.replay.ratio:
             self.pool = ReplayPool(replay_config_from_args(self.args.replay))
         self.fresh: list[Experience] = []
-        """The last training step's fresh samples, which the rollout statistics describe."""
+        """Fresh samples of the last training step, for the rollout statistics."""
         self.unfinished: PartialPool | None = None
-        """Under a token budget, the pool as it was when the last training step's samples were handed over."""
+        """Under a token budget, the pool of unfinished responses after the last training step's rollout."""
         self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
-        """Upstream's forward passes; then staleness, and the ratio's denominator."""
+        """Run upstream's forward passes, then set staleness and the ratio's denominator."""
         experiences = super().make_experience(samples_list)
         if is_off_policy(self.args):
             mismatch, num_mixed = [], 0
@@ -79,7 +79,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                         )
                     experience.action_log_probs = experience.rollout_log_probs * mask
                 elif self.args.partial.token_budget:
-                    # A resumed response's newest tokens are fresh: the actor has just computed theirs.
+                    # The newest tokens of a resumed response are fresh, and keep the log-probs of the actor.
                     experience.action_log_probs = torch.where(
                         experience.staleness > 0, experience.rollout_log_probs, experience.action_log_probs
                     )
@@ -90,7 +90,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
 
     @torch.no_grad()
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """Upstream's experience; with replay on, one batch a data-parallel rank with its share of replayed groups."""
+        """Make upstream's experience. With replay, add the replayed groups and return one batch per rank."""
         if isinstance(rollout_samples, RolloutSamples):
             self.unfinished = rollout_samples.unfinished
             self._metrics |= rollout_samples.metrics
@@ -99,7 +99,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             return self.fresh
         by_index, oldest_by_index = {}, {}
         for experience in self.fresh:
-            index = experience.index  # splitting drops it
+            index = experience.index  # read here, because splitting drops it
             oldest = torch.where(experience.action_mask > 0, experience.versions, self.policy_version).amin(-1)
             oldest_by_index |= zip(index, oldest.tolist(), strict=True)
             by_index |= zip(index, split_experience_batch(experience), strict=True)
@@ -111,10 +111,10 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         ]
 
         replayed = self.pool.sample(self._num_replayed(len(groups)), self.policy_version)
-        self.pool.add(groups)  # after the draw: a group is not replayed beside itself
+        self.pool.add(groups)  # after the draw, so that fresh groups are not drawn at once
         for group in replayed:
             samples += [self._from_pool(sample) for sample in group.samples]
-        # A batch's samples must log the same; after a resume the reward may log more than the pool's groups know.
+        # All samples of a batch must log the same names. After a resume, the reward may log more than the pool has.
         names = [set(sample.info) for sample in samples]
         common, logged = set.intersection(*names), set.union(*names)
         self._metrics["replay/logs_dropped"] = float(len(logged - common))
@@ -123,34 +123,34 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
 
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
-        # Upstream trains whole micro-batches, under dynamic batch whole optimizer steps. Only a short last rollout
-        # leaves a rest.
+        # Upstream trains on whole micro-batches, and with dynamic batches on whole optimizer steps. A remainder is left
+        # only by a short last rollout.
         train = self.args.train
         unit = train.batch_size if train.dynamic_batch_enable else train.micro_batch_size * num_ranks
         self._metrics["replay/samples_dropped"] = float(len(samples) % unit)
-        samples = samples[: len(samples) // num_ranks * num_ranks]  # every rank must make as many optimizer steps
+        samples = samples[: len(samples) // num_ranks * num_ranks]  # all ranks make the same number of optimizer steps
         return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
 
     def count_version(self) -> None:
-        """The actor's weights have been published to the engines."""
+        """Note that the actor's weights were published to the engines."""
         self.policy_version += 1
         self.steps_by_version.append(self.num_optimizer_steps)
 
     def _note_age(self, experience: Experience) -> None:
-        """Fill in staleness and optimizer steps, which follow from the versions."""
+        """Set `staleness` and `optimizer_steps`, which follow from `versions`."""
         active, versions = experience.action_mask > 0, experience.versions
         experience.staleness = torch.where(active, self.policy_version - versions, 0).int()
         behind = self.num_optimizer_steps - torch.tensor(self.steps_by_version)[versions]
         experience.optimizer_steps = torch.where(active, behind, 0).int()
 
     def metrics(self) -> dict[str, float]:
-        """What is to be logged of the last training step's experience."""
+        """Return the metrics of the last training step's experience."""
         metrics, self._metrics = self._metrics, {}
         return metrics if self.pool is None else metrics | self.pool.metrics()
 
     def _num_replayed(self, num_fresh: int) -> int:
-        """Groups to draw: as many as are asked for and there, so that the batch ends with a full optimizer step."""
-        self.pool.sample(0, self.policy_version)  # drops what is too old
+        """Return how many groups to draw: as many as asked for and available that make whole optimizer steps."""
+        self.pool.sample(0, self.policy_version)  # drops expired groups
         most = min(round(self.args.replay.ratio * num_fresh), len(self.pool))
         size, batch_size = self.args.rollout.n_samples_per_prompt, self.args.train.batch_size
         fits = (n for n in range(most, -1, -1) if (num_fresh + n) * size % batch_size == 0)
@@ -174,14 +174,14 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
 
 
 def _to_group(samples: list[Experience], oldest_version: int) -> Group:
-    """A prompt's fresh samples as the pool keeps them: every tensor of the experience, under its name."""
+    """Convert the fresh samples of a prompt for the pool, with every tensor of the experience."""
     kept = []
     for sample in samples:
         tensors = {f.name: getattr(sample, f.name) for f in fields(Experience) if f.name not in _AGES}
         tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         for field, name in _POOL_NAMES.items():
             tensors[name] = tensors.pop(field)
-        del tensors["attention_mask"]  # all ones, since the padding is gone
+        del tensors["attention_mask"]  # all ones without padding
         tensors |= {f"info.{name}": torch.as_tensor(value) for name, value in sample.info.items()}
         kept.append(tensors)
     rewards = torch.stack([sample.rewards for sample in samples])

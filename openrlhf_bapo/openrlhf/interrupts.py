@@ -1,6 +1,6 @@
-"""Lets OpenRLHF's trainer end after the training step under way, with a checkpoint, when the command asks for it.
+"""Ends OpenRLHF's trainer after the current training step, with a checkpoint, when the command asks for it.
 
-The command gets the signal, a Ray actor makes the steps: a key in Ray's own store tells one of the other.
+The command receives the signal, and a Ray actor trains. The command tells the actor through a key in Ray's own store.
 """
 
 import functools
@@ -9,11 +9,11 @@ _KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
 
 
 class Interrupted(Exception):
-    """Ends the trainer after a step that was saved; the message says which."""
+    """The trainer ends after a step that was saved. The message names the step."""
 
 
 def interrupt_trainer() -> None:
-    """Ask the trainer of this Ray job to end."""
+    """Ask the trainer of this Ray job to end after its current step."""
     from ray.experimental import internal_kv
 
     internal_kv._internal_kv_put(_job() + _KEY, b"", namespace=_NAMESPACE)
@@ -32,7 +32,7 @@ def _job() -> bytes:
 
 
 def end_when_interrupted(trainer: type) -> None:
-    """Let OpenRLHF's trainer look after every step, and before the first one, whether it is to end."""
+    """Make OpenRLHF's trainer check before the first step and after every step whether it was asked to end."""
     save, start = trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states
 
     @functools.wraps(save)

@@ -1,7 +1,7 @@
-"""Puts our parts into OpenRLHF's seams, in every process that loads OpenRLHF, as soon as it does.
+"""Puts our parts into OpenRLHF's modules, in every process that imports them.
 
-OpenRLHF has no registry. It looks its parts up by module-level name at run time, so a function of ours changes these
-names after the import of such a module. Nothing heavy is imported until OpenRLHF imports it.
+OpenRLHF has no registry. It looks up its parts by module-level name at run time. Functions of ours replace these names
+right after a module is imported. Heavy modules are imported only when OpenRLHF imports them.
 """
 
 import functools
@@ -11,7 +11,7 @@ from types import ModuleType
 import wrapt
 
 WORKER_SETUP_HOOK = "openrlhf_bapo.openrlhf.registration.register"
-"""For `ray.init(runtime_env={"worker_process_setup_hook": ...})`: Ray workers are separate processes."""
+"""For `ray.init(runtime_env={"worker_process_setup_hook": ...})`, because Ray workers are separate processes."""
 
 SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
@@ -27,35 +27,34 @@ SEAMS = (
     ("openrlhf.trainer.ppo_trainer_async", "trainer.use_off_policy_parts"),
     ("vllm.v1.engine.core", "workarounds.end_with_the_actor"),
 )
-"""(module, our function that is called with it when it has been imported), in the order of the calls."""
+"""(module, our function that is called with the module after its import), in the order of the calls."""
+
+
+_waiting: list[tuple[str, str, ModuleType]] = []
+"""(our module, our function, upstream module) of the calls that wait until our module is imported."""
 
 
 @functools.cache
 def register() -> None:
-    """Register with OpenRLHF in this process. Cheap; a second call does nothing."""
+    """Register with OpenRLHF in this process. This is cheap, and a second call has no effect."""
     for module, function in SEAMS:
-        wrapt.register_post_import_hook(functools.partial(_call, function), module)
+        file, name = function.split(".")
+        ours = f"{__package__}.{file}"
+        wrapt.register_post_import_hook(functools.partial(_call, ours, name), module)
+        wrapt.register_post_import_hook(_call_waiting, ours)
 
 
-def _call(function: str, module: ModuleType) -> None:
-    file, name = function.split(".")
-    ours = importlib.import_module(f"openrlhf_bapo.openrlhf.{file}")
-    if hasattr(ours, name):
-        getattr(ours, name)(module)
+def _call(ours: str, name: str, module: ModuleType) -> None:
+    function = getattr(importlib.import_module(ours), name, None)
+    if function is not None:
+        function(module)
     else:
+        # Our module was imported first, as in a process that unpickles objects of ours, and is importing `module` now.
         _waiting.append((ours, name, module))
 
 
-_waiting: list[tuple[ModuleType, str, ModuleType]] = []
-
-
-def call_what_waits(ours: str) -> None:
-    """Make the calls that came before a module of ours was complete; each seam's last line.
-
-    A Ray worker that unpickles a class of ours imports our module first. That imports OpenRLHF's module, whose import
-    then calls a function that our module has not yet defined.
-    """
-    for call in [call for call in _waiting if call[0].__name__ == ours]:
-        _waiting.remove(call)
-        module, name, upstream = call
-        getattr(module, name)(upstream)
+def _call_waiting(ours: ModuleType) -> None:
+    for waiting in [waiting for waiting in _waiting if waiting[0] == ours.__name__]:
+        _waiting.remove(waiting)
+        _, name, module = waiting
+        getattr(ours, name)(module)

@@ -1,6 +1,13 @@
-"""Our state beside OpenRLHF's checkpoints: for every CKPT_PATH/_actor/TAG the replay pool in CKPT_PATH/_replay/TAG,
-under a token budget the unfinished responses in CKPT_PATH/_partial/TAG, and with `--bapo.smoothing` the bounds in
-CKPT_PATH/_steady/TAG."""
+"""Our state beside OpenRLHF's checkpoints.
+
+A checkpoint CKPT_PATH/_actor/TAG comes with
+
+    CKPT_PATH/_replay/TAG     the replay pool, with `--replay.ratio`
+    CKPT_PATH/_partial/TAG    unfinished responses, with `--partial.token_budget` or `--offpolicy.lag`
+    CKPT_PATH/_steady/TAG     the clip bounds, with `--bapo.smoothing`
+
+in the format of core/saved_pool.py.
+"""
 
 import argparse
 import hashlib
@@ -14,7 +21,8 @@ import torch
 
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayPool, ReplayPoolError, read_directory, write_directory
+from openrlhf_bapo.core.replay_pool import ReplayPool
+from openrlhf_bapo.core.saved_pool import SavedStateError, read_directory, write_directory
 from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
 
 KINDS = ("_replay", "_partial", "_steady")
@@ -22,13 +30,13 @@ STEADY_FORMAT_VERSION = 1
 
 
 def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None) -> Path | None:
-    """Where the pool of a checkpoint, or of OpenRLHF's latest, lies; None if there is no checkpoint."""
+    """Return the directory of our state for checkpoint `tag` or OpenRLHF's latest; None without a checkpoint."""
     tag = tag or _latest(Path(ckpt_path, "_actor"))
     return Path(ckpt_path, kind, tag) if tag else None
 
 
 def fingerprint(args: Namespace) -> dict[str, str]:
-    """What a saved pool must share with a run to be used in it: by content where the model is a local folder."""
+    """Return what a saved pool must share with a run: model and tokenizer, by content if they are local files."""
     model = args.actor.model_name_or_path
 
     def digest(name: str) -> str:
@@ -39,19 +47,21 @@ def fingerprint(args: Namespace) -> dict[str, str]:
 
 
 def _replay_fingerprint(args: Namespace) -> dict[str, str]:
-    """A replayed sample keeps its advantages, and reference log-probs only where the run that made it had a KL loss."""
+    # Replayed samples keep their advantages. They have reference log-probs only if their run had a KL loss.
     has_kl_loss = args.algo.kl.use_loss and args.algo.kl.init_coef > 0
     settings = {"--algo.advantage.estimator": args.algo.advantage.estimator, "--algo.kl.use_loss": str(has_kl_loss)}
     return fingerprint(args) | settings
 
 
 def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool, dict] | None:
-    """The pool of the checkpoint TAG, or of the latest, that `--ckpt.load_enable` resumes; None where there is none.
+    """Load the replay pool that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
 
-    Beside it what `save_pools` wrote: its "policy_version" and its "steps_by_version".
+    Returns:
+        The pool, and the state that `save_pools` wrote: "policy_version" and "steps_by_version". None if the run has no
+        replay or resumes no checkpoint.
 
     Raises:
-        ReplayPoolError: if it cannot be used; one line that says what to do.
+        SavedStateError: if the pool cannot be used.
     """
     if not (args.replay.ratio and args.ckpt.load_enable) or args.replay.discard_saved:
         return None
@@ -62,10 +72,10 @@ def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool
 
 
 def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPool, dict] | None:
-    """As `load_saved_pool`, of the unfinished responses; their versions are counted as the resumed run's engines count.
+    """Load the unfinished responses as `load_saved_pool` does, with versions shifted to the resumed engines' count.
 
     Raises:
-        ReplayPoolError: if they cannot be used, or if they would be lost because the run has no token budget.
+        SavedStateError: if they cannot be used, or if they would be lost because the run has no token budget.
     """
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
@@ -76,7 +86,7 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
             if num_groups := len(saved["groups"]):
                 lag = saved["fingerprint"].get("--offpolicy.lag")
                 flag = f"--offpolicy.lag {lag}" if lag else "--partial.token_budget"
-                raise ReplayPoolError(
+                raise SavedStateError(
                     f"{record} holds {num_groups} prompts with responses that were not trained on; give {flag}, or "
                     f"pass {DISCARD_FLAG} to train without them"
                 )
@@ -94,19 +104,18 @@ def _partial_fingerprint(args: Namespace) -> dict[str, str]:
 
 
 def find_whole_checkpoint(args: argparse.Namespace) -> str:
-    """Try the loads that the trainer will do, before Ray starts.
+    """Find the newest checkpoint whose saved states can all be loaded, before Ray starts.
 
-    The newest checkpoint for which all of them work is the one to resume: `use_checkpoint` is told in
-    `args.ckpt.resume_from`.
+    Its tag is stored in `args.ckpt.resume_from`, for `use_checkpoint`.
 
     Args:
         args: flat, names with dots.
 
     Returns:
-        In one line why it is not OpenRLHF's latest; "" where it is, or where nothing is resumed.
+        A line that says why OpenRLHF's latest checkpoint is not resumed. "" if it is resumed, or nothing is.
 
     Raises:
-        ReplayPoolError: what is wrong with the latest, if there is none.
+        SavedStateError: if no checkpoint can be resumed; the message is about the latest.
     """
     from openrlhf.utils.config import hierarchize
 
@@ -119,7 +128,7 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
                 load(nested, tag)
             vars(args)["ckpt.resume_from"] = tag
             return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
-        except ReplayPoolError as error:
+        except SavedStateError as error:
             problem = problem or error
     if problem:
         raise problem
@@ -127,13 +136,13 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
 
 
 def _saved_tags(args: Namespace) -> list[str]:
-    """OpenRLHF's whole checkpoints, the newest first: the latest, and older ones that actor and critic both have."""
+    """Return the tags of OpenRLHF's complete checkpoints, the newest first, that both actor and critic have."""
     actors = Path(args.ckpt.path, "_actor")
     if (latest := _latest(actors)) is None:
         return []
     tags = {file.parent.name for file in actors.glob("*/*model_states.pt")} | {latest}
     if args.critic.model_name_or_path and (of_critic := _latest(actors.parent / "_critic")):
-        # Written side by side: of a run that was killed meanwhile one may be ahead.
+        # Both are written at the same time. If the run was killed then, one may be a checkpoint ahead of the other.
         tags = {tag for tag in tags if any((actors.parent / "_critic" / tag).glob("*model_states.pt"))}
         latest = min(latest, of_critic, key=_step)
     tags = {tag for tag in tags if _step(tag) <= _step(latest)}
@@ -145,10 +154,10 @@ def _step(tag: str) -> int:
 
 
 def use_checkpoint(args: argparse.Namespace) -> None:
-    """Let OpenRLHF resume what `find_whole_checkpoint` has found: it goes by its files `latest`.
+    """Make OpenRLHF resume the checkpoint that `find_whole_checkpoint` found, by its files named `latest`.
 
-    What it was writing when the run was killed is removed. It would count as one of `--ckpt.max_num`, and of two the
-    whole one is the older, which OpenRLHF removes before it writes the next.
+    Checkpoints newer than `latest` are incomplete, because the run was killed while it wrote them, and are removed.
+    Otherwise OpenRLHF would count them for `--ckpt.max_num`, and remove a complete checkpoint in their place.
     """
     if (tag := vars(args)["ckpt.resume_from"]) is None:
         return
@@ -165,15 +174,14 @@ def use_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _latest(folder: Path) -> str | None:
-    """The newest whole checkpoint of OpenRLHF's actor or critic."""
+    """Return the tag of the newest complete checkpoint of OpenRLHF's actor or critic."""
     return (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
 
 
 def save_pools(trainer, tag: str) -> None:
-    """Write the pools for the checkpoint TAG that OpenRLHF is about to write.
+    """Write the pools for checkpoint `tag`, before OpenRLHF writes the checkpoint.
 
-    Before it, as `save_steady_bounds`: a run that is killed in between leaves a pool too many, and never a checkpoint
-    without its own.
+    A run that is killed in between leaves a pool without a checkpoint, but no checkpoint without its pool.
     """
     maker, args = trainer.experience_maker, trainer.args
     if args.ckpt.disable_ds:
@@ -187,17 +195,20 @@ def save_pools(trainer, tag: str) -> None:
 
 
 def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
-    """Write `SteadyBounds.state_dict()` for the checkpoint TAG that OpenRLHF is about to write."""
+    """Write `SteadyBounds.state_dict()` for checkpoint `tag`, before OpenRLHF writes the checkpoint."""
     record = {"format_version": STEADY_FORMAT_VERSION, "fingerprint": _steady_fingerprint(args)}
     columns = {name: value.cpu().contiguous() for name, value in state.items()}
     write_directory(Path(args.ckpt.path, "_steady", tag), columns, record)
 
 
 def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
-    """The state for the checkpoint TAG, or for the latest, that `--ckpt.load_enable` resumes; None if none is wanted.
+    """Load the steady bounds that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
+
+    Returns:
+        The state for `SteadyBounds.load_state_dict`. None if the run has no smoothing or resumes no checkpoint.
 
     Raises:
-        ReplayPoolError: if it cannot be used; one line that says what to do.
+        SavedStateError: if the state cannot be used.
     """
     bapo = vars(args.bapo)
     if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):
@@ -212,31 +223,33 @@ def _steady_fingerprint(args: Namespace) -> dict[str, str]:
 
 
 def remove_pruned(args: Namespace) -> None:
-    """Remove our state of checkpoints that OpenRLHF has pruned."""
+    """Remove our state of checkpoints that OpenRLHF has removed."""
     for kind in KINDS:
         for saved in Path(args.ckpt.path, kind).glob("*"):
-            # X.old is what an interrupted save of X left (`write_directory`).
+            # An interrupted save of X may leave X.old (`write_directory`).
             if not Path(args.ckpt.path, "_actor", saved.name.removesuffix(".old")).exists():
                 shutil.rmtree(saved)
 
 
 def load_pools(trainer) -> None:
-    """Give the trainer of a resumed run its pools and policy version back."""
+    """Restore the pools and the policy version in the trainer of a resumed run."""
     maker = trainer.experience_maker
     state = None
     if (loaded := load_saved_pool(trainer.args)) is not None:
         maker.pool, state = loaded
     if (loaded := load_unfinished(trainer.args)) is not None:
         unfinished, state = loaded
-        if hasattr(trainer, "samples_generator"):  # elsewhere in async training: `load_into_generator`
+        if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
             trainer.samples_generator.take_up(unfinished)
     if state is not None:
-        # OpenRLHF publishes the resumed weights once more: that is the saved version again, and the engines' first.
+        # OpenRLHF now publishes the resumed weights again, and `count_version` adds 1. So the saved version is the
+        # current one again, and its optimizer steps, the last entry, are appended again.
         maker.policy_version = maker.version_offset = state["policy_version"] - 1
-        *maker.steps_by_version, maker.num_optimizer_steps = state["steps_by_version"]
+        maker.steps_by_version = state["steps_by_version"][:-1]
+        maker.num_optimizer_steps = state["steps_by_version"][-1]
 
 
 def load_into_generator(actor) -> None:
-    """Give async training's `GenerateSamplesActor` of a resumed run its unfinished responses back."""
+    """Restore the unfinished responses in async training's `GenerateSamplesActor` of a resumed run."""
     if (loaded := load_unfinished(actor.args)) is not None:
         actor.samples_generator.take_up(loaded[0])

@@ -1,8 +1,8 @@
-"""How a rollout engine asks for rewards: it waits for a server that is away, and ends a call that hangs.
+"""Reward calls of a rollout engine: they wait for a server that is away, and end a reward function that hangs.
 
-In place of the two ways of OpenRLHF's `SingleTurnAgentExecutor` (utils/agent.py), which tries a server five times in a
-row, waits for a reward function for ever, and lets an answer that is no reward pass. A response without a reward gets
-None, and the cause among its `extra_logs`.
+They replace both kinds of calls in OpenRLHF's `SingleTurnAgentExecutor` (utils/agent.py). OpenRLHF's calls try a server
+five times in a row, wait for a reward function without a limit, and accept invalid answers. Here, a response without a
+valid reward gets the reward None, and the cause in its `extra_logs`.
 """
 
 import asyncio
@@ -22,55 +22,74 @@ from types import ModuleType
 import aiohttp
 from openrlhf.utils.logging_utils import init_logger
 
-from openrlhf_bapo.openrlhf.registration import call_what_waits
-
 logger = init_logger(__name__)
 
 FAILED_REWARD = "reward_failure"
-"""Among a response's `extra_logs`: "KIND: TEXT", why it has no reward."""
+"""Key in a response's `extra_logs`, OpenRLHF's only field for it, if the response has no reward. The value is the
+`RewardFault` as text, for example "timeout: reward.py: reward_func has not returned within 300 s". Saved unfinished
+responses have it too."""
 
 KINDS = (
     *("unreachable", "timeout", "http_status", "exception"),  # no answer
-    *("not_json", "missing_key", "wrong_length", "wrong_type", "none", "not_finite"),  # one that is no reward
+    *("not_json", "missing_key", "wrong_length", "wrong_type", "none", "not_finite"),  # an invalid answer
 )
+"""Kinds of `RewardFault`, and names of metrics under "reward_fault/"."""
 
 _LONGEST_PAUSE = 30.0  # seconds
-_BUSY = (408, 429)  # HTTP: sent again later, as 500 and above
+_BUSY = (408, 429)  # HTTP statuses after which a request is sent again, like 500 and above
 
-# As many at once as asyncio.to_thread would run, which OpenRLHF uses.
+# As many threads as asyncio.to_thread would use, which OpenRLHF's calls use.
 _MOST_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 
 class RewardFault(Exception):
-    """No reward, for one of `KINDS`; the text names who was asked and what came back."""
+    """A response has no valid reward.
+
+    Args:
+        kind: one of `KINDS`.
+        text: which server or function was asked, and what it answered.
+    """
 
     def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
+        super().__init__(kind, text)
+        self.kind, self.text = kind, text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+    @classmethod
+    def parse(cls, fault: str) -> "RewardFault":
+        """Return the fault whose text form is `fault`."""
+        return cls(*fault.split(": ", 1))
 
 
 @dataclass
 class RewardLimits:
-    """`--reward_fault.*`, as far as an engine needs them."""
+    """The `--reward_fault.*` settings that an engine needs."""
 
     patience: float = 600.0
-    """Seconds for which a call is tried again while its servers are away."""
+    """Seconds for which a call is repeated while its servers are away."""
 
     timeout: float = 300.0
-    """Seconds for one answer: longer than a busy server takes, and `patience` has room for a second try."""
+    """Seconds to wait for one answer. The default is longer than a busy server takes, and leaves time for a second
+    try within the default `patience`."""
 
 
 class Servers:
-    """Reward servers, asked in turn; one that is away is left out for a while, longer every time."""
+    """Reward servers, asked in turn. A server that is away is skipped for a while, longer after each failure."""
 
     def __init__(self, urls: list[str]) -> None:
         self._servers = [_Server(url) for url in urls]
         self._turns = itertools.count()
 
     async def ask(self, data: dict, limits: RewardLimits) -> tuple[str, str]:
-        """Post `data` as JSON until a server answers; its address, and the answer's text.
+        """Post `data` as JSON until a server answers.
+
+        Returns:
+            The server's address, and the text of its answer.
 
         Raises:
-            RewardFault: if all are away for longer than `limits.patience`, or one refuses the request.
+            RewardFault: if all servers are away for longer than `limits.patience`, or if one refuses the request.
         """
         give_up = math.inf
         while True:
@@ -86,13 +105,13 @@ class Servers:
                 server.is_away(began, str(away))
                 give_up = min(give_up, time.monotonic() + limits.patience)
                 if time.monotonic() >= give_up:
-                    raise RewardFault(away.kind, f"{away}, for {limits.patience:g} s") from None
+                    raise RewardFault(away.kind, f"{away}; tried for {limits.patience:g} s") from None
             else:
                 server.num_failures = 0
                 return server.url, answer
 
     def _next(self) -> "_Server":
-        """The next one in turn that is not left out, or else the first that is to be asked again."""
+        """Return the next server in turn that is not skipped, or else the first one that may be asked again."""
         turn, now = next(self._turns), time.monotonic()
         in_turn = [self._servers[(turn + i) % len(self._servers)] for i in range(len(self._servers))]
         return min(in_turn, key=lambda server: max(server.away_until, now))
@@ -102,23 +121,24 @@ class Servers:
 class _Server:
     url: str
     num_failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     away_until: float = 0.0
+    """The server is skipped until then; by time.monotonic()."""
     _failed_at: float = 0.0
 
     def is_away(self, began: float, how: str) -> None:
-        """A call that began then has failed; those under way at once count as one."""
+        """Note that a call failed that began at `began`. Failures of concurrent calls count as one."""
         if began < self._failed_at:
             return
         self._failed_at = time.monotonic()
         pause = min(0.5 * 2**self.num_failures, _LONGEST_PAUSE)
         self.num_failures += 1
         self.away_until = self._failed_at + pause
-        logger.warning(f"reward server away: {how}; asked again in {pause:g} s")
+        logger.warning(f"reward server away: {how}; next request in {pause:g} s")
 
 
 class _Away(Exception):
-    """A server that may be there later."""
+    """A server does not answer now, but may answer later."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -145,21 +165,21 @@ async def _post(url: str, data: dict, timeout: float) -> str:
 
 
 class Caller:
-    """Calls a reward function in threads, which are left alone when their time is over."""
+    """Calls a reward function in threads. A thread that exceeds the time limit is not waited for."""
 
     def __init__(self) -> None:
-        # As asyncio.to_thread's pool, one for each event loop; an engine has one.
-        self._places = weakref.WeakKeyDictionary()
+        # One semaphore for each event loop, like asyncio.to_thread's pool. An engine has one event loop.
+        self._semaphores = weakref.WeakKeyDictionary()
 
     async def call(self, function, args: tuple, timeout: float, where: str):
-        """What `function(*args)` returns.
+        """Return `function(*args)`.
 
         Raises:
-            RewardFault: after `timeout` seconds; Python code is ended there, code of another language goes on alone.
+            RewardFault: after `timeout` seconds. Python code is then stopped. Native code cannot be stopped.
         """
-        async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_THREADS)):
+        async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_THREADS)):
             future = concurrent.futures.Future()
-            # A pool's threads would be waited for when the process ends.
+            # No thread pool, because the process would wait for its threads when it ends.
             thread = threading.Thread(target=_run, args=(future, function, args), daemon=True)
             thread.start()
             returned = asyncio.wrap_future(future)
@@ -168,7 +188,7 @@ class Caller:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
                 returned.cancel()
                 raise RewardFault("timeout", f"{where}: reward_func has not returned within {timeout:g} s")
-            return future.result()  # asyncio's makes TimeoutErrors anew, without their places
+            return future.result()  # `returned` would replace TimeoutErrors, and lose their tracebacks
 
 
 def _run(future: concurrent.futures.Future, function, args: tuple) -> None:
@@ -177,25 +197,27 @@ def _run(future: concurrent.futures.Future, function, args: tuple) -> None:
         future.set_result(function(*args))
     except Exception as error:
         future.set_exception(error)
-    except BaseException as error:  # SystemExit would end the engine's loop
+    except BaseException as error:  # SystemExit would end the engine's event loop
         future.set_exception(RuntimeError(repr(error)))
 
 
 def read_rewards(answer: object, num_responses: int, where: str) -> dict:
-    """An answer's rewards, scores (the rewards, where it has none) and `extra_logs`, each a list of numbers.
+    """Return the rewards, scores and `extra_logs` of an answer, each as a list of numbers.
+
+    The scores default to the rewards.
 
     Raises:
-        RewardFault: if it has not one finite reward and score for each response.
+        RewardFault: if the answer does not have one finite reward and score for each response.
     """
     if not isinstance(answer, dict) or "rewards" not in answer:
-        raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, no dict with 'rewards'")
+        raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, not a dict with 'rewards'")
     found = {"rewards": _numbers(answer["rewards"], num_responses, f"{where}: 'rewards'")}
     found["scores"] = found["rewards"]
     if answer.get("scores") is not None:
         found["scores"] = _numbers(answer["scores"], num_responses, f"{where}: 'scores'")
     logs = answer.get("extra_logs") or {}
     if not isinstance(logs, dict):
-        raise RewardFault("wrong_type", f"{where}: 'extra_logs' is {_shown(logs)}, no dict")
+        raise RewardFault("wrong_type", f"{where}: 'extra_logs' is {_shown(logs)}, not a dict")
     found["extra_logs"] = {
         name: _numbers(value, num_responses, f"{where}: {name!r} of 'extra_logs'", finite=False)
         for name, value in logs.items()
@@ -204,7 +226,7 @@ def read_rewards(answer: object, num_responses: int, where: str) -> dict:
 
 
 def read_number(value: object, what: str) -> float:
-    """The one finite number that a value is, or a list or tensor of one has; RewardFault for anything else."""
+    """Return the finite number in `value`, which may also be a list or tensor of one; else raise RewardFault."""
     return _numbers(value, 1, what)[0]
 
 
@@ -222,7 +244,7 @@ def _numbers(values: object, count: int, what: str, finite: bool = True) -> list
         if value is None:
             raise RewardFault("none", f"{what} is None")
         if not isinstance(value, int | float):
-            raise RewardFault("wrong_type", f"{what} is {_shown(value)}, no number")
+            raise RewardFault("wrong_type", f"{what} is {_shown(value)}, not a number")
         if finite and not math.isfinite(value):
             raise RewardFault("not_finite", f"{what} is {value}")
     return values
@@ -233,7 +255,7 @@ def _shown(answer: object) -> str:
 
 
 def use_reward_calls(agent: ModuleType) -> None:
-    """Put ours into OpenRLHF's `SingleTurnAgentExecutor`; an engine sets `reward_limits`."""
+    """Put our calls into OpenRLHF's `SingleTurnAgentExecutor`. An engine sets its `reward_limits`."""
     executor = agent.SingleTurnAgentExecutor
     executor.reward_limits = RewardLimits()
     executor._fetch_rewards_via_func = _fetch_rewards_via_func
@@ -241,7 +263,7 @@ def use_reward_calls(agent: ModuleType) -> None:
 
 
 async def _fetch_rewards_via_func(self, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
-    """As upstream's: an answer a response."""
+    """Ask the reward function about each response, as upstream does. Returns one answer per response."""
     if not hasattr(self, "_caller"):
         self._caller = Caller()
     where, timeout = self.reward_endpoints[0], self.reward_limits.timeout
@@ -250,11 +272,11 @@ async def _fetch_rewards_via_func(self, queries: list[str], prompts: list[str], 
         answer = await self._caller.call(self.reward_func, tuple([value] for value in one), timeout, where)
         return read_rewards(answer, 1, where)
 
-    return await asyncio.gather(*(_or_cause(ask(*one), 1) for one in zip(queries, prompts, labels, strict=True)))
+    return await asyncio.gather(*(_or_fault(ask(*one)) for one in zip(queries, prompts, labels, strict=True)))
 
 
 async def _fetch_rewards_via_http(self, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
-    """As upstream's: an answer for the responses that a server is given, which are one where an engine asks."""
+    """Ask the servers, as upstream does. Returns one answer per request; an engine's requests are of one response."""
     if not hasattr(self, "_servers"):
         self._servers = Servers(self.reward_endpoints)
 
@@ -270,19 +292,18 @@ async def _fetch_rewards_via_http(self, queries: list[str], prompts: list[str], 
 
     size = math.ceil(len(queries) / len(self.reward_endpoints))
     starts = range(0, len(queries), size)
-    return await asyncio.gather(*(_or_cause(ask(start), len(queries[start : start + size])) for start in starts))
+    return await asyncio.gather(*(_or_fault(ask(start)) for start in starts))
 
 
-async def _or_cause(asking, num_responses: int) -> dict:
+async def _or_fault(asking) -> dict:
+    """Return the answer, or an answer without rewards that has the fault in its `extra_logs`."""
     try:
         return await asking
-    except RewardFault as fault:
-        cause = str(fault)
+    except RewardFault as error:
+        fault = error
     except Exception as error:  # of the reward function
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())[:300]
-        cause = f"exception: {type(error).__name__}: {said} ({place.filename}, line {place.lineno})"
-    return {"rewards": None, "extra_logs": {FAILED_REWARD: cause}}
-
-
-call_what_waits(__name__)
+        message = " ".join(str(error).split())[:300]
+        text = f"{type(error).__name__}: {message} ({place.filename}, line {place.lineno})"
+        fault = RewardFault("exception", text)
+    return {"rewards": None, "extra_logs": {FAILED_REWARD: str(fault)}}

@@ -1,4 +1,4 @@
-"""A checkpoint where a rollout ends the run: what was trained since the last one is not lost with it."""
+"""Writes a checkpoint of the last training step when a failed rollout ends the run."""
 
 import functools
 import math
@@ -10,14 +10,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 logger = init_logger(__name__)
 
-_SAVED = "saved"
+_SAVED = "saved"  # put into the queue of slots, see `save_when_an_async_rollout_fails`
 
 
 def save_when_a_rollout_fails(trainer: type) -> None:
-    """Let OpenRLHF's sync trainer write the checkpoint of the last training step before a rollout's error ends it.
+    """Make OpenRLHF's sync trainer write the checkpoint of its last training step if a rollout raises an error.
 
-    The weights are still that step's. The data's state is that of the step too, so that the failed rollout's prompts
-    are drawn again; under a token budget it is today's, as the pool's.
+    The weights are still those of that step. The state of the data loader is that of the step too, so that a resumed
+    run draws the failed rollout's prompts again. Under a token budget it is the current state, because the saved pool
+    contains these prompts.
     """
     save_last_step, start = _saving_last_step(trainer), trainer.init_checkpoint_states
 
@@ -31,19 +32,19 @@ def save_when_a_rollout_fails(trainer: type) -> None:
             try:
                 result = generate(**kwargs)
             except Exception:
-                save_last_step(self, states_of_today)
+                save_last_step(self, current_states)
                 raise
             *_, has_ended = result
             episode += has_ended
             return result
 
-        def states_of_today(states: dict) -> dict:
+        def current_states(states: dict) -> dict:
             if not self.args.partial.token_budget:
                 return {}
             return {
-                "episode": episode,  # the last step may be of the one before
+                "episode": episode,  # the last step may belong to the episode before
                 "data_loader_state_dict": self.prompts_dataloader.state_dict(),
-                "total_consumed_prompts": states["total_consumed_prompts"] + generator._num_prompts,
+                "total_consumed_prompts": states["total_consumed_prompts"] + generator.num_drawn,
             }
 
         generator.generate_samples = generate_samples
@@ -53,13 +54,21 @@ def save_when_a_rollout_fails(trainer: type) -> None:
 
 
 def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
-    """As `save_when_a_rollout_fails`: what waits in the queue is trained on before.
+    """Do the same in async training, after the batches in the queue have been trained on.
 
-    An engine that is dead ends the run at once. It would not take another step's weights.
+    The two actors tell each other through OpenRLHF's queues. At the end, the generator puts "done" into the queue of
+    rollouts, which ends the trainer's `fit`, and then one value more: True if all rollouts succeeded, and False if one
+    failed. After False the trainer saves, and puts `_SAVED` into the queue of slots. The generator waits for it before
+    it raises the error. For example, with a queue of one batch, if the third rollout fails:
+
+        rollouts:  batch 1, batch 2, "done", False
+        slots:     0, 0, 1, "saved"                   (OpenRLHF's slots are global steps)
+
+    A dead engine ends the run at once, because the trainer could not publish the weights of another step to it.
 
     Args:
         trainer: OpenRLHF's `TrainingActor`.
-        generator: its `GenerateSamplesActor`.
+        generator: OpenRLHF's `GenerateSamplesActor`.
     """
     save_last_step, train, generate = _saving_last_step(trainer), trainer.fit, generator.fit
 
@@ -88,7 +97,10 @@ def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
 
 
 def _saving_last_step(trainer: type) -> Callable:
-    """What writes the checkpoint of the trainer's last step, unless it is written; `changes(states)` is its data's."""
+    """Record the trainer's last step, and return a function that saves it unless it has been saved.
+
+    Its argument `changes` maps the step's client states to the entries that replace some of them.
+    """
     save = trainer.save_logs_and_checkpoints
 
     @functools.wraps(save)
@@ -104,7 +116,7 @@ def _saving_last_step(trainer: type) -> Callable:
         ckpt.save_steps, self.args.logger.logging_steps = 1, math.inf
         try:
             save(self, global_step, {}, states | changes(states))
-        except Exception as error:  # the actors may be gone as well; the rollout's own error is to be heard
+        except Exception as error:  # the actors may have died too, and the rollout's error must be raised
             logger.warning(f"no checkpoint of step {global_step} could be written: {error}")
 
     trainer.save_logs_and_checkpoints = save_logs_and_checkpoints

@@ -1,7 +1,7 @@
-"""OpenRLHF's SamplesGenerator, whose samples carry policy versions and, where needed, the engine's log-probs.
+"""OpenRLHF's SamplesGenerator with policy versions, the engine's log-probs, and a reward for every sample.
 
-And whose samples all have a reward: a prompt group with a response that has none is dropped and counted by reason, and
-another prompt takes its place. Too many of them end the run.
+If a response gets no reward, its prompt group is dropped and counted by reason, and another prompt takes its place. The
+run ends if too many groups are dropped.
 """
 
 import math
@@ -16,6 +16,7 @@ from openrlhf.utils.logging_utils import init_logger
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.settings import is_off_policy
+from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
 
 logger = init_logger(__name__)
 
@@ -23,27 +24,39 @@ _SamplingParams = samples_generator.SamplingParams
 
 
 class RolloutSamples(list):
-    """The samples of one training step, as OpenRLHF's trainers pass them on, and what came with them."""
+    """The samples of one training step, a list as OpenRLHF's trainers expect, with the rollout's state and metrics."""
 
     def __init__(self, samples: list[Experience], unfinished: PartialPool | None, metrics: dict[str, float]) -> None:
         super().__init__(samples)
         self.unfinished = unfinished
-        """Under a token budget, the pool as it was when they were handed over."""
+        """Under a token budget, the pool of unfinished responses after this rollout."""
         self.metrics = metrics
 
 
-class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
-    """Upstream's; with any of our off-policy features on, every sample knows where its tokens come from.
+def evaluation_place(num_prompts: int) -> int:
+    """Return the place of an evaluation's first prompt, after `num_prompts` training prompts were drawn.
 
-    Samples come in the order of their prompts, whichever was there first; with `--train.full_determinism_enable` each
-    is drawn with a seed that follows from `--train.seed` and the prompt's place in the run.
+    Training prompts have the places 0, 1, and so on. Evaluation prompts have negative places, so that they share no
+    seed with training prompts. Each number of training prompts has a range of 2**32 places: an evaluation before
+    training has -2**32, -2**32 + 1, and so on, and one after 7 prompts has -8 * 2**32, -8 * 2**32 + 1, and so on.
+    """
+    return -(num_prompts + 1) * 2**32
+
+
+class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
+    """Upstream's generator. If an off-policy feature is on, every sample has the policy versions of its tokens.
+
+    The samples are in the order of their prompts, not in that of their completion. With
+    `--train.full_determinism_enable` the seed of each sample follows from `--train.seed` and the prompt's place in the
+    run.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.num_prompts = 0
-        """Prompts drawn for training so far, those before a resume included."""
-        # Upstream asks for log-probs only for its own IS correction, and offers no other way in.
+        """Prompts drawn for training so far, including those before a resume."""
+        self._next_evaluation_place: int | None = None  # None outside evaluations
+        # Upstream requests log-probs for its own IS correction only, and has no setting for it.
         ours = {"logprobs": 1} if is_off_policy(self.args) else {}
         if self.args.train.full_determinism_enable:
             ours["seed"] = self.args.train.seed
@@ -52,16 +65,22 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         for engine in self.vllm_engines:
             engine.limit_rewards.remote(limits.patience, limits.timeout)
         self._lost: Counter[str] = Counter()
-        """Groups without a reward since they were last logged, by reason."""
-        self._is_whole = True
-        """Whether no group of this run was lost."""
+        """Groups that were dropped without a reward since the last log, by reason."""
+        self._has_lost_groups = False
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
-        """As upstream's; a rest that lost groups leave at the end of the data is cut to what can be trained on."""
+        """Generate the samples of one training step.
+
+        If groups were dropped, the last batch of the data may be short. It is cut to a size that can be trained on.
+
+        Returns:
+            As upstream: the samples; the percentage of groups that passed dynamic filtering; the number of prompts
+            drawn; whether the data of the episode are exhausted.
+        """
         samples, *others = super().generate_samples(**generate_kwargs)
         size = self.args.rollout.n_samples_per_prompt
-        if not self._is_whole and len(samples) < self.args.rollout.batch_size * size:
+        if self._has_lost_groups and len(samples) < self.args.rollout.batch_size * size:
             num_groups = len(samples) // size
             num_trained = self._num_trainable(num_groups)
             self._lost["left_over"] += num_groups - num_trained
@@ -69,7 +88,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         return RolloutSamples(samples, None, self._fault_metrics() if samples else {}), *others
 
     def _fault_metrics(self) -> dict[str, float]:
-        """What was lost since the last call: "reward_fault/dropped" (groups), and by reason, where there are any."""
+        """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason."""
         lost, self._lost = +self._lost, Counter()
         by_reason = {f"reward_fault/{reason}": float(count) for reason, count in lost.items()}
         return {"reward_fault/dropped": float(lost.total()), **by_reason}
@@ -83,84 +102,93 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             samples, drawn, exhausted = super()._generate_vllm(
                 dataloader_iter, num_missing, dynamic_filtering, **generate_kwargs
             )
-            samples = sorted(samples, key=lambda sample: sample.place)  # in which a group's samples stay together
+            samples = sorted(samples, key=lambda sample: sample.place)  # the samples of a group have one place
             num_drawn, num_missing = num_drawn + drawn, 0
             for start in range(0, len(samples), size):
                 group = samples[start : start + size]
-                causes = [sample.reward_fault for sample in group if hasattr(sample, "reward_fault")]
-                if causes:
+                faults = [sample.reward_fault for sample in group if sample.reward_fault is not None]
+                if faults:
                     num_missing, num_lost = num_missing + 1, num_lost + 1
-                    self._lose(causes[0], num_lost, num_prompts)
+                    self._lose(faults[0], num_lost, num_prompts)
                 else:
                     found += group
         return found, num_drawn, exhausted
 
-    def _lose(self, cause: str, num_lost: int, batch_size: int) -> None:
-        """Count a group without a reward, the `num_lost`th of a batch.
+    def _lose(self, fault: RewardFault, num_lost: int, batch_size: int) -> None:
+        """Count a group that is dropped because of `fault`, the `num_lost`th of a batch of `batch_size` groups.
 
         Raises:
-            RuntimeError: if these are more than `--reward_fault.max_drop_rate` allows.
+            RuntimeError: if more groups are dropped than `--reward_fault.max_drop_rate` allows.
         """
-        reason, text = cause.split(": ", 1)
-        self._lost[reason] += 1
-        self._is_whole = False
-        logger.warning(f"a prompt group has no reward and is dropped: {text}")
+        self._lost[fault.kind] += 1
+        self._has_lost_groups = True
+        logger.warning(f"a prompt group has no reward and is dropped: {fault.text}")
         rate = self.args.reward_fault.max_drop_rate
         if num_lost > rate * batch_size:
             flag, source = "reward.remote_url", ",".join(self.args.reward.remote_url)
             if self.args.train.agent_func_path:
                 flag, source = "train.agent_func_path", self.args.train.agent_func_path
             raise RuntimeError(
-                f"--{flag} {source}: {text}; {num_lost} of a batch's {batch_size} prompt groups have no reward, "
+                f"--{flag} {source}: {fault.text}; {num_lost} of a batch's {batch_size} prompt groups have no reward, "
                 f"--reward_fault.max_drop_rate {rate:g} allows {math.floor(rate * batch_size)}"
             )
 
-    def _read_reward(self, response: dict) -> tuple[dict, str | None]:
-        """A response's reward and scores as numbers; or None for both, and the cause, as "REASON: TEXT"."""
-        if not self.args.reward.remote_url:  # a reward model's comes later
-            return {}, None
-        cause = response["extra_logs"].get(FAILED_REWARD)
-        if cause is None:
-            try:
-                reward = score = read_number(response["reward"], "the reward of a response")
-                if response["scores"] is not None:
-                    score = read_number(response["scores"], "the score of a response")
-                return {"reward": reward, "scores": score}, None
-            except RewardFault as fault:
-                cause = f"{fault}; the engine's log (RolloutRayActor) may say why"
-        return {"reward": None, "scores": None, "extra_logs": {}}, cause
+    def _read_reward(self, response: dict) -> dict:
+        """Return a response's "reward" and "scores" as numbers, or {} if a reward model will compute them later.
+
+        Raises:
+            RewardFault: if the response has no valid reward or score.
+        """
+        if not self.args.reward.remote_url:
+            return {}
+        if (cause := response["extra_logs"].get(FAILED_REWARD)) is not None:
+            raise RewardFault.parse(cause)
+        try:
+            reward = score = read_number(response["reward"], "the reward of a response")
+            if response["scores"] is not None:
+                score = read_number(response["scores"], "the score of a response")
+        except RewardFault as fault:
+            raise RewardFault(fault.kind, f"{fault.text}; the engine's log (RolloutRayActor) may say why") from None
+        return {"reward": reward, "scores": score}
 
     def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
-        """As upstream's; the prompts have places of their own, which follow from how far training has come."""
-        drawn, self.num_prompts = self.num_prompts, -(self.num_prompts + 1) << 32
+        """Generate as upstream, at places that no training prompt has."""
+        self._next_evaluation_place = evaluation_place(self.num_prompts)
         try:
             return super().generate_eval_samples(**generate_kwargs)
         finally:
-            self.num_prompts = drawn
+            self._next_evaluation_place = None
 
     def _dispatch_prompts_to_vllm(self, prompts: list[str], *args, **kwargs) -> list:
-        placed = [*enumerate(prompts, start=self.num_prompts)]
-        self.num_prompts += len(prompts)
+        if self._next_evaluation_place is None:
+            first = self.num_prompts
+            self.num_prompts += len(prompts)
+        else:
+            first = self._next_evaluation_place
+            self._next_evaluation_place += len(prompts)
+        placed = [PlacedPrompt(place, text) for place, text in enumerate(prompts, start=first)]
         return super()._dispatch_prompts_to_vllm(placed, *args, **kwargs)
 
     def _process_response_into_experience(self, response: dict, **generate_kwargs) -> Experience:
-        read, cause = self._read_reward(response)
+        """Convert a response as upstream does, and set the sample's `place`, `reward_fault` and `versions`."""
         logs = {name: _first(value) for name, value in response["extra_logs"].items()}
-        response = response | {"extra_logs": logs} | read
+        try:
+            response, fault = response | {"extra_logs": logs} | self._read_reward(response), None
+        except RewardFault as error:
+            response, fault = response | {"extra_logs": {}, "reward": None, "scores": None}, error
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         experience.place = response.get("place")
-        if cause is not None:
-            experience.reward_fault = cause
+        experience.reward_fault = fault
         if is_off_policy(self.args):
             versions = torch.zeros(len(response["observation_tokens"]), dtype=torch.int32)
-            for (start, end), segment in zip(response["action_ranges"], response["versions"], strict=True):
-                versions[start:end] = torch.tensor(segment, dtype=torch.int32)
-            # Cut as upstream cuts the action mask: [1, T - 1].
+            for (start, end), action_versions in zip(response["action_ranges"], response["versions"], strict=True):
+                versions[start:end] = torch.tensor(action_versions, dtype=torch.int32)
+            # Cut to [1, T - 1], as upstream cuts the action mask.
             experience.versions = versions[1 : experience.sequences.shape[1]].unsqueeze(0)
         return experience
 
     def _num_trainable(self, num_groups: int) -> int:
-        """How many of the last groups make whole micro-batches, as many on every rank: upstream trains no others."""
+        """Return how many of `num_groups` groups fill whole micro-batches on all ranks, as upstream requires."""
         train, ds, size = self.args.train, self.args.ds, self.args.rollout.n_samples_per_prompt
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= ds.ring_attn_size * ds.tensor_parallel_size
@@ -174,5 +202,5 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
 
 
 def _first(value):
-    """A reward server answers one response with lists of one."""
+    """Return a logged value. A reward server returns it as a list of one."""
     return value[0] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""Updates whose loss or gradient is not finite: skipped by DeepSpeed on all ranks together, before they do harm.
+"""Makes DeepSpeed skip updates whose loss or gradient is not finite, on all ranks together.
 
-DeepSpeed 0.19.6 looks at the gradients in fp16, and in bf16 with ZeRO-1 and 2. ZeRO-3 and 0 in bf16, and all of fp32,
-would let a NaN into weights and Adam's moments. What it skips it counts in the engine's `skipped_steps`, and the
-learning-rate schedule stands still.
+DeepSpeed 0.19.6 can check the gradients in fp16, and in bf16 with ZeRO-1 and 2. With ZeRO-3 and 0 in bf16, and always
+in fp32, a NaN would reach the weights and Adam's moments. DeepSpeed counts skipped updates in the engine's
+`skipped_steps`, and does not advance the learning-rate schedule for them.
 """
 
 import math
@@ -13,9 +13,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def skip_updates_that_are_not_finite(engine: DeepSpeedEngine) -> None:
-    """Let the engine skip an optimizer step whose gradient is not finite on any rank; one host sync a step."""
+    """Make the engine skip optimizer steps whose gradient is not finite on some rank. One host sync per step."""
     if engine.fp16_enabled():
-        return  # as ever
+        return  # DeepSpeed checks by itself
     optimizer = engine.optimizer
     if hasattr(optimizer, "check_grad_overflow"):  # ZeRO-1, 2
         optimizer.check_grad_overflow = True
@@ -39,12 +39,12 @@ def skip_updates_that_are_not_finite(engine: DeepSpeedEngine) -> None:
 
 
 def with_its_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss; its gradient is NaN where the loss is not finite, so that one check sees both."""
+    """Return the same loss, with a gradient of NaN if the loss is not finite, so that one check covers both."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 def _reduced_gradients(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    """Of ZeRO-0, on every rank all of them; so too of ZeRO-1 in bf16 with `--ds.grad_accum_dtype fp32`."""
+    """Return the reduced gradients of ZeRO-0, or of ZeRO-1 in bf16 with `--ds.grad_accum_dtype fp32`, on every rank."""
     if hasattr(engine.optimizer, "fp32_groups_gradients_flat"):
         return engine.optimizer.fp32_groups_gradients_flat
     return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

@@ -1,18 +1,18 @@
-"""`--bapo.dump_tokens`: a bounded sample of the tokens that a training step trained on, as a Parquet file.
+"""`--bapo.dump_tokens`: a sample of the tokens that a training step trained on, as a Parquet file of limited size.
 
-Rank 0 writes it, of its own micro-batches: every rank gets an equal share of a rollout, of fresh and replayed samples
-alike, and one file a step stays bounded however many ranks there are. A row is a token:
+Rank 0 writes one file per training step, from its own micro-batches. These are a fair sample, because every rank gets
+an equal share of the fresh and of the replayed samples. A row is a token:
 
-    global_step, update    the training step, and how many optimizer steps of it came before
-    sample, position       its sample, in the order of rank 0's training, and its place in the response
-    ratio                  importance ratio against the behaviour policy
-    probability, entropy   of the token under the policy that is trained, and of that policy where it was chosen (nats)
+    global_step, update    the training step, and the number of its optimizer steps before this one
+    sample, position       number of the sample in the order of rank 0's training, and position in the response
+    ratio                  importance ratio against the behavior policy
+    probability, entropy   probability of the token under the trained policy, and entropy of its distribution (nats)
     advantage
-    clip_low, clip_high    the bounds of its update
-    clipped                beyond the one that is there for its sign
-    dual_clipped           a negative one above --actor.dual_clip
-    staleness              versions since it was generated
-    optimizer_steps        optimizer steps since it was generated
+    clip_low, clip_high    the clip bounds of the update
+    clipped                whether the ratio is above clip_high (advantage > 0) or below clip_low (advantage < 0)
+    dual_clipped           whether the advantage is negative and the ratio above --actor.dual_clip
+    staleness              versions since the token was generated
+    optimizer_steps        optimizer steps since the token was generated
 """
 
 from argparse import Namespace
@@ -21,29 +21,29 @@ from pathlib import Path
 import torch
 
 MAX_TOKENS = 16_384
-"""The most tokens in a file, which then has about half a megabyte."""
+"""The maximum number of tokens in a file, which has about half a megabyte then."""
 
 
 class TokenSample:
-    """A uniform sample of the tokens that it is shown, without replacement, in the memory of the sample alone.
+    """A uniform sample, without replacement, of all tokens added so far. Only the sample is kept in memory.
 
-    Every token draws a number; those with the `size` smallest numbers are kept, in the order in which they were shown.
-    How the tokens are split over calls does not matter.
+    Every token draws a random number. The tokens with the `size` smallest numbers are kept, in the order in which they
+    were added. The result does not depend on how the tokens are split over calls.
 
     Args:
-        size: the most tokens kept.
-        seed: of the draws.
+        size: the maximum number of tokens to keep.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, size: int, seed: int) -> None:
         self.columns: dict[str, torch.Tensor] = {}
-        """What is kept, by name, [num_tokens] each."""
+        """The kept tokens: columns [num_tokens] by name."""
         self._size = size
         self._draws = torch.empty(0, dtype=torch.float64)
         self._generator = torch.Generator().manual_seed(seed)
 
     def add(self, columns: dict[str, torch.Tensor]) -> None:
-        """Show it more tokens: [num_tokens] on the CPU by name, the same names in every call."""
+        """Add tokens: columns [num_tokens] on the CPU by name, with the same names in every call."""
         num_tokens = len(next(iter(columns.values())))
         draws = torch.rand(num_tokens, generator=self._generator, dtype=torch.float64)
         self._draws = torch.cat([self._draws, draws])
@@ -57,12 +57,12 @@ class TokenSample:
 
 
 class TokenDump:
-    """Watches a `BapoActorTrainer` through one training step, from construction until `write`.
+    """Samples the tokens of a `BapoActorTrainer`'s training step, from construction until `write`.
 
-    Nothing is computed anew but the ratio: log-probs, bounds and entropy are those of the forward that is trained on.
+    Log-probs, bounds and entropy are those of the training forward. Only the ratio is computed again.
 
     Args:
-        trainer: of an off-policy run, whose entropy is logged.
+        trainer: a trainer with an off-policy feature and logged entropy.
     """
 
     def __init__(self, trainer) -> None:
@@ -75,11 +75,11 @@ class TokenDump:
         )
 
     def _note_entropy(self, _, __, outputs) -> None:
-        if isinstance(outputs, tuple):  # the forward for the search has log-probs alone
+        if isinstance(outputs, tuple):  # not in the forward for the search, which returns log-probs alone
             self._entropy = outputs[1].entropy.detach()
 
     def _add(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
-        log_probs, behaviour, advantages = (x.detach() for x in args)
+        log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
         experience, update = self._trainer._experience, self._trainer._steps_taken()
         active = kwargs["action_mask"] > 0
         sample = torch.arange(len(active), device=active.device)[:, None] + self._num_samples
@@ -89,13 +89,13 @@ class TokenDump:
             "position": (active.cumsum(-1) - 1).int(),
             "staleness": experience.staleness.int(),
             "optimizer_steps": (experience.optimizer_steps + update).int(),
-            "ratio": (log_probs - behaviour).clamp(-20.0, 20.0).exp(),  # as PolicyLoss.forward has it
+            "ratio": (log_probs - behavior_log_probs).clamp(-20.0, 20.0).exp(),  # as in PolicyLoss.forward
             "probability": log_probs.exp(),
             "entropy": self._entropy[:, -active.shape[1] :],
             "advantage": advantages,
         }
         tokens = {name: values[active] for name, values in tokens.items()}
-        # Flat, so that the bounds are compared in the ratio's own precision, as the loss clamps it, whatever their own.
+        # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
         ratio, advantage = tokens["ratio"], tokens["advantage"]
         lower, upper = 1 - loss_fn.clip_eps_low, 1 + loss_fn.clip_eps_high
         tokens["clipped"] = torch.where(advantage > 0, ratio > upper, (advantage < 0) & (ratio < lower))
@@ -108,10 +108,10 @@ class TokenDump:
         self._sample.add(columns)
 
     def write(self) -> None:
-        """Stop watching, and write what was sampled, if there was any token, to `tokens_directory`.
+        """Stop sampling, and write the tokens, if there are any, to `tokens_directory`.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         import pyarrow
         from pyarrow import parquet
@@ -123,12 +123,12 @@ class TokenDump:
         name = f"step_{self._trainer.global_step:06d}_rank{torch.distributed.get_rank()}.parquet"
         file = tokens_directory(self._trainer.args) / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")  # who draws meanwhile finds whole files alone
+        part = file.with_suffix(".part")  # readers find complete files only
         columns = {name: column.numpy() for name, column in self._sample.columns.items()}
         parquet.write_table(pyarrow.table(columns), part)
         part.replace(file)
 
 
 def tokens_directory(args: Namespace) -> Path:
-    """Where a run's tokens lie: beside what it logs, or without TensorBoard beside its checkpoints."""
+    """Return the directory of a run's token files: in the TensorBoard directory, or else beside the checkpoints."""
     return Path(args.logger.tensorboard_dir or args.ckpt.path, "tokens")

@@ -1,4 +1,4 @@
-"""What OpenRLHF's trainers do around a training step: policy versions, logs, our pools' checkpoints."""
+"""Changes to OpenRLHF's trainers around a training step: policy versions, logs, checkpoints of our pools."""
 
 import functools
 from types import ModuleType
@@ -20,18 +20,18 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     if hasattr(trainer_module, "PPOTrainer"):
         name = "PPOTrainer"
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
-        # The async module imports it from here, when this has already been done.
-        trainer_module.prepare_datasets = _with_replayed_steps_in_the_seeds_order(trainer_module.prepare_datasets)
-        of_sync = trainer_module.PPOTrainer.__ray_metadata__.modified_class
-        of_sync.init_checkpoint_states = _counting_on_from_checkpoint(of_sync.init_checkpoint_states)
-        of_sync.train_step = _with_our_timings_left_out_of_the_sum(of_sync.train_step)
-        save_when_a_rollout_fails(of_sync)
+        # The async module imports this function from here, after it has been replaced.
+        trainer_module.prepare_datasets = _with_seeded_order_and_replayed_steps(trainer_module.prepare_datasets)
+        sync_trainer = trainer_module.PPOTrainer.__ray_metadata__.modified_class
+        sync_trainer.init_checkpoint_states = _restoring_num_prompts(sync_trainer.init_checkpoint_states)
+        sync_trainer.train_step = _counting_our_timings_once(sync_trainer.train_step)
+        save_when_a_rollout_fails(sync_trainer)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
-        generator.fit = _counting_on_from_checkpoint_async(generator.fit)
+        generator.fit = _restoring_num_prompts_async(generator.fit)
         save_when_an_async_rollout_fails(trainer_module.TrainingActor.__ray_metadata__.modified_class, generator)
-    # Ray copies inherited methods into the class behind an actor, so the base class is not the place.
+    # Ray copies inherited methods into the class behind the actor, so changing the base class would have no effect.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
@@ -40,13 +40,13 @@ def use_off_policy_parts(trainer_module: ModuleType) -> None:
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     end_when_interrupted(trainer)
-    trainer._compute_rollout_stats = _of_fresh_samples(trainer._compute_rollout_stats)
+    trainer._compute_rollout_stats = _with_our_metrics(trainer._compute_rollout_stats)
 
 
 def evaluate_at_start(ppo_trainer: ModuleType) -> None:
-    """`--eval.at_start`: OpenRLHF's evaluation once more, before the first update of a new run.
+    """`--eval.at_start`: also run OpenRLHF's evaluation before the first update of a new run.
 
-    `fit` calls `init_checkpoint_states` first, when the engines still hold the weights that they were started with.
+    `fit` calls `init_checkpoint_states` first. The engines have the initial weights then.
     """
     trainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class  # the class behind Ray's actor class
     upstream = trainer.init_checkpoint_states
@@ -62,61 +62,52 @@ def evaluate_at_start(ppo_trainer: ModuleType) -> None:
     trainer.init_checkpoint_states = init_checkpoint_states
 
 
-class _Status(dict):
-    """A training step's metrics, for whose seconds OpenRLHF's sync trainer takes the sum of all `timing/*`.
-
-    Ours are parts of `timing/ppo_train`, which it has already counted.
-    """
-
-    def __setitem__(self, name: str, value) -> None:
-        if name == "timing/step_total":
-            value -= self.get("timing/bapo_ratio_forward", 0.0) + self.get("timing/bapo_search", 0.0)
-        super().__setitem__(name, value)
-
-
-def _with_our_timings_left_out_of_the_sum(train_step):
+def _counting_our_timings_once(train_step):
     @functools.wraps(train_step)
-    def step(self, *args, **kwargs) -> tuple[dict, int]:
+    def counting_once(self, *args, **kwargs) -> tuple[dict, int]:
         status, global_step = train_step(self, *args, **kwargs)
-        return _Status(status), global_step
+        # OpenRLHF's `fit` now replaces timing/step_total by the sum of all timing/*, this entry included. Our timings
+        # are parts of timing/ppo_train and must not be added again, so the entry starts at minus their sum.
+        parts = ("timing/bapo_ratio_forward", "timing/bapo_search")
+        status["timing/step_total"] = -sum(status.get(name, 0.0) for name in parts)
+        return status, global_step
 
-    return step
+    return counting_once
 
 
-def _with_replayed_steps_in_the_seeds_order(prepare_datasets):
+def _with_seeded_order_and_replayed_steps(prepare_datasets):
     @functools.wraps(prepare_datasets)
     def prepare(strategy, tokenizer):
         prompts, *rest, max_steps = prepare_datasets(strategy, tokenizer)
-        # OpenRLHF gives the loader no generator, so that it makes one with a seed from the clock. A resumed run gets
-        # the state of its checkpoint's in place of this.
+        # OpenRLHF's loader seeds its generator from the clock. A resumed run then loads the generator's saved state.
         prompts.sampler.generator.manual_seed(strategy.args.train.seed)
-        # The learning-rate schedule's length, which OpenRLHF reckons from the fresh samples.
+        # The length of the learning-rate schedule. OpenRLHF computes it from the fresh samples alone.
         return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
 
     return prepare
 
 
-def _counting_on_from_checkpoint(init_checkpoint_states):
+def _restoring_num_prompts(init_checkpoint_states):
     @functools.wraps(init_checkpoint_states)
-    def counting_on(self) -> dict:
+    def restoring(self) -> dict:
         states = init_checkpoint_states(self)
         self.samples_generator.num_prompts = states["total_consumed_prompts"]
         return states
 
-    return counting_on
+    return restoring
 
 
-def _counting_on_from_checkpoint_async(fit):
+def _restoring_num_prompts_async(fit):
     @functools.wraps(fit)
-    def counting_on(self, episode: int, total_consumed_prompts: int) -> None:
+    def restoring(self, episode: int, total_consumed_prompts: int) -> None:
         self.samples_generator.num_prompts = total_consumed_prompts
         fit(self, episode, total_consumed_prompts)
 
-    return counting_on
+    return restoring
 
 
 def _after(trainer: type, name: str, action) -> None:
-    """Let `action(trainer)` follow a method of the trainer."""
+    """Call `action(trainer)` after each call of a method of the trainer."""
     upstream = getattr(trainer, name)
 
     @functools.wraps(upstream)
@@ -129,7 +120,7 @@ def _after(trainer: type, name: str, action) -> None:
 
 
 def _save_pools_first(trainer) -> None:
-    """Let our pools be written before each of OpenRLHF's checkpoints."""
+    """Write our pools before each of OpenRLHF's checkpoints."""
     actors = trainer.actor_model_group
     upstream = actors.async_run_method
 
@@ -145,32 +136,33 @@ def _counting_optimizer_steps(ppo_train):
     @functools.wraps(ppo_train)
     def counting(self, *args, **kwargs) -> dict:
         status = ppo_train(self, *args, **kwargs)
-        # None while --critic.freezing_steps lets the critic train alone.
+        # The metric is missing while --critic.freezing_steps lets only the critic train.
         self.experience_maker.num_optimizer_steps += status.get("offpolicy/optimizer_steps_taken", 0)
         return status
 
     return counting
 
 
-def _of_fresh_samples(compute_rollout_stats):
+def _with_our_metrics(compute_rollout_stats):
     @functools.wraps(compute_rollout_stats)
-    def of_fresh_samples(self, experiences) -> dict[str, float]:
+    def with_our_metrics(self, experiences) -> dict[str, float]:
         maker = self.experience_maker
+        # `experiences` have the replayed samples too, which are not part of the rollout.
         return compute_rollout_stats(self, maker.fresh) | lengths_by_sign(maker.fresh) | maker.metrics()
 
-    return of_fresh_samples
+    return with_our_metrics
 
 
 def lengths_by_sign(experiences) -> dict[str, float]:
-    """Mean response length, in tokens, of the samples with positive and with negative advantage (the paper's Figure 6).
+    """Mean response length (tokens) of samples with positive and with negative advantage (the paper's Figure 6).
 
-    Where a sample's tokens differ in their advantage (GAE) their mean decides; a sign that no sample has is left out.
+    If the advantages of a sample's tokens differ (GAE), their mean is taken. A sign without samples has no entry.
     """
     advantage = torch.cat([(e.advantages * e.action_mask).sum(-1) for e in experiences])
     length = torch.cat([e.response_length for e in experiences]).float()
-    of_sign = {"positive": length[advantage > 0], "negative": length[advantage < 0]}
+    lengths_of = {"positive": length[advantage > 0], "negative": length[advantage < 0]}
     return {
         f"rollout/response_length_{sign}_mean": lengths.mean().item()
-        for sign, lengths in of_sign.items()
+        for sign, lengths in lengths_of.items()
         if len(lengths)
     }

@@ -1,10 +1,10 @@
-"""OpenRLHF's rollout engine actor, which says of every token which policy version generated it.
+"""OpenRLHF's rollout engine actor, with the policy version of every generated token.
 
-The engine itself counts the weight updates that it has loaded; a token's version is the count when it came out. A
-response that OpenRLHF pauses for a weight update and then resumes carries both versions.
+The engine counts the weight updates that it has loaded. A token's version is this count at the time when the token came
+out. If OpenRLHF pauses a response for a weight update and then resumes it, its tokens have two versions.
 
-Under a token budget (openrlhf/partial_rollouts.py) the actor makes responses piece by piece: `grow_responses` goes on
-where earlier pieces ended, and `stop_growing` ends all pieces under way.
+Under a token budget (openrlhf/partial_rollouts.py) the actor generates responses in pieces. `grow_responses` continues
+responses where earlier pieces ended, and `stop_growing` ends all pieces under way.
 """
 
 import asyncio
@@ -13,37 +13,82 @@ import functools
 import inspect
 import random
 import time
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 import torch
 
 from openrlhf_bapo.openrlhf.reward_calls import RewardLimits
 
-# The versions of every `generate` call of the response that the running task makes, one list a call.
-_SEGMENTS = contextvars.ContextVar("segments")
 
-# What names that response in the run, and its sampling's seed follows from; None: the engine's own random numbers.
-_NAME = contextvars.ContextVar("name", default=None)
+@dataclass(frozen=True)
+class PlacedPrompt:
+    """A prompt with its place in the run, passed to the engine actor in place of OpenRLHF's prompt text."""
+
+    place: int
+    """Training prompts are numbered from 0 in the order in which they are drawn, or started under a token budget. For
+    evaluation prompts see `samples_generator.evaluation_place`."""
+
+    text: str
+
+
+@dataclass
+class Piece:
+    """The tokens that a response grew by in one call of `grow_responses`, and its outcome."""
+
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Tokens of the prompt as the engine received it."""
+
+    tokens: list[int] = field(default_factory=list)
+    """[n]: the new tokens of the response."""
+
+    behavior_log_probs: list[float] = field(default_factory=list)
+    """[n]: the log-probs that the engine sampled the tokens with."""
+
+    versions: list[int] = field(default_factory=list)
+    """[n]: the policy versions that generated the tokens."""
+
+    outcome: dict | None = None
+    """Reward, scores, truncated and extra_logs of the whole response, as `SingleTurnAgentExecutor.execute` returned
+    them, as JSON values. None if the response is unfinished."""
+
+    ended_at: float = 0.0
+    """When the response stopped growing, in seconds since 1970."""
+
+
+@dataclass
+class _CurrentResponse:
+    """The response that the running asyncio task generates."""
+
+    seed_name: str | None = None
+    """Determines the sampling seed of each of its `generate` calls, see `_seed_name`. None: the calls have no seed."""
+
+    versions: list[list[int]] = field(default_factory=list)
+    """For each of its `generate` calls, the policy version of each token."""
+
+
+_RESPONSE: contextvars.ContextVar[_CurrentResponse] = contextvars.ContextVar("response")
 
 
 class VersionedEngine:
-    """vLLM's engine; `generate` also notes the version of every token that it yields."""
+    """vLLM's engine, whose `generate` also records the version of every token that it yields."""
 
     def __init__(self, engine) -> None:
         self._engine = engine
         self.policy_version = 0
-        """Weight updates loaded so far."""
+        """Number of weight updates loaded so far."""
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
     async def generate(self, prompt, sampling_params, **kwargs):
-        """As vLLM's, whose outputs are cumulative."""
-        versions, segments = [], _SEGMENTS.get()
-        if (name := _NAME.get()) is not None:
-            # An agent's turns are calls of one response, and must not have the same random numbers.
-            sampling_params.seed = random.Random(f"{name} {len(segments)}").getrandbits(62)
-        segments.append(versions)
+        """Generate as vLLM's engine does. Its outputs are cumulative."""
+        response, versions = _RESPONSE.get(), []
+        if response.seed_name is not None:
+            # The turns of an agent are calls for one response, and must not use the same random numbers.
+            call_name = f"{response.seed_name} {len(response.versions)}"
+            sampling_params.seed = random.Random(call_name).getrandbits(62)
+        response.versions.append(versions)
         async for output in self._engine.generate(prompt, sampling_params, **kwargs):
             num_new = len(output.outputs[0].token_ids) - len(versions)
             versions.extend([self.policy_version] * num_new)
@@ -51,7 +96,7 @@ class VersionedEngine:
 
 
 def use_versioned_engine(vllm_engine: ModuleType) -> None:
-    """Give `RolloutRayActor` its versions, and let its engines return log-probs of what they really sampled from."""
+    """Put our methods into `RolloutRayActor`, and let engines return the log-probs of the sampling distribution."""
     actor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
     upstream_init = actor.__init__
 
@@ -66,12 +111,12 @@ def use_versioned_engine(vllm_engine: ModuleType) -> None:
     actor.generate_responses = generate_responses
     for method in (grow_responses, stop_growing, policy_version, limit_rewards, check_health):
         setattr(actor, method.__name__, method)
-    # Ray has listed the class's methods when it was defined.
+    # Ray listed the methods when the class was defined, so the list is made again.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__
     type(metadata.method_meta).reset_cache()
     metadata.method_meta = type(metadata.method_meta).create(actor, metadata.actor_creation_function_descriptor)
 
-    # Raw log-probs would be those before temperature and top-p; the behaviour policy's are those after.
+    # The behavior policy's log-probs are those after temperature and top-p. vLLM's default is those before.
     vllm_engine.create_vllm_engines = functools.wraps(vllm_engine.create_vllm_engines)(
         functools.partial(_create_with_processed_log_probs, vllm_engine.create_vllm_engines)
     )
@@ -86,9 +131,10 @@ def _counting_updates(update_weight):
     @functools.wraps(update_weight)
     async def counting(self, *args, **kwargs):
         result = await update_weight(self, *args, **kwargs)
-        # OpenRLHF sends one parameter a call and marks the last one of an update.
-        last = kwargs.get("empty_cache", args[-1] if args else False)
-        self.llm.policy_version += bool(last)
+        # OpenRLHF sends one parameter per call. `empty_cache`, the last argument, is True for the last parameter of an
+        # update only.
+        is_last = kwargs.get("empty_cache", args[-1] if args else False)
+        self.llm.policy_version += bool(is_last)
         return result
 
     return counting
@@ -97,19 +143,29 @@ def _counting_updates(update_weight):
 async def generate_responses(
     self, prompt, label, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
 ) -> list[dict]:
-    """As `RolloutRayActor.generate_responses`; a response also has "versions", one list an action range.
+    """Generate as `RolloutRayActor.generate_responses` does, with versions, and with a seed per response.
 
-    `prompt` may be a pair, with the prompt's place in the run first: it comes back as the response's "place", and with
-    a seed in `sampling_params` each sample gets one of its own, made of this seed, the place and the sample's index.
+    Args:
+        prompt: a `PlacedPrompt`, or the text alone for a prompt that has no place.
+        label: as in upstream's method, like all arguments below that are not explained otherwise.
+        sampling_params: if its `seed` is set, every response gets its own seed, which follows from this one, the
+            prompt's place and the number of the response.
+        max_length: maximum length of prompt and response together, in tokens.
+        hf_tokenizer: the model's tokenizer.
+        num_samples: number of responses to generate.
+        images: images of the prompt.
+
+    Returns:
+        Upstream's dict per response, with two keys more: "versions", a list per action range with the version of each
+        token, and "place", the prompt's place or None.
     """
-    place, prompt = prompt if isinstance(prompt, tuple) else (None, prompt)
+    place, text = (prompt.place, prompt.text) if isinstance(prompt, PlacedPrompt) else (None, prompt)
 
     async def respond(index: int) -> dict:
-        segments = []
-        _SEGMENTS.set(segments)  # a task has a context of its own
-        _NAME.set(_name(sampling_params, place, index))
+        current = _CurrentResponse(_seed_name(sampling_params, place, index))
+        _RESPONSE.set(current)  # for this task alone, because every task has its own context
         response = await self.executor.execute(
-            prompt=prompt,
+            prompt=text,
             label=label,
             sampling_params=sampling_params,
             max_length=max_length,
@@ -118,112 +174,126 @@ async def generate_responses(
             images=images,
         )
         lengths = [end - start for start, end in response["action_ranges"]]
-        # An agent that brings tokens from elsewhere has them from no version; they count as made now.
-        made_here = [len(versions) for versions in segments] == lengths
-        response["versions"] = segments if made_here else [[self.llm.policy_version] * n for n in lengths]
-        return response | {"place": place}
+        # Tokens that an agent got from elsewhere have no version. They count as generated now.
+        is_ours = [len(versions) for versions in current.versions] == lengths
+        versions = current.versions if is_ours else [[self.llm.policy_version] * n for n in lengths]
+        return response | {"versions": versions, "place": place}
 
     return await asyncio.gather(*map(respond, range(num_samples)))
 
 
-def _name(sampling_params, *parts) -> str | None:
+def _seed_name(sampling_params, *parts) -> str | None:
+    """Return the `seed_name` of a response, or None without a seed.
+
+    For example, "7 12 0" is response 0 to the prompt at place 12 in a run with seed 7. A piece of a response also has
+    the number of tokens before it.
+    """
     return None if sampling_params.seed is None else " ".join(map(str, (sampling_params.seed, *parts)))
 
 
 class _Unfinished(Exception):
-    """Ends an executor's work on a response that is not whole yet: it has no reward."""
+    """Ends an executor's work on a response that is not complete yet, and therefore gets no reward."""
 
 
-class _Piece:
-    """Stands for the engine in `executor.execute`, which sees the whole response, or nothing of it."""
+class _PieceEngine:
+    """Stands for the engine in `executor.execute`, and generates one piece of a response.
 
-    def __init__(self, actor, kept_tokens: list[int], budget: int) -> None:
-        self._actor, self._kept, self._budget = actor, kept_tokens, budget
-        self.prompt_tokens: list[int] = []
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
+    The executor sees the whole response if this piece completes it. Otherwise `_Unfinished` ends the executor's work.
+
+    Args:
+        actor: the engine actor that generates the tokens.
+        kept_tokens: the tokens of the earlier pieces.
+        budget: the maximum number of new tokens, at least 1.
+        finish: whether to end the response where it is, as truncated, without new tokens.
+    """
+
+    def __init__(self, actor, kept_tokens: list[int], budget: int, finish: bool) -> None:
+        self._actor, self._kept, self._budget, self._finish = actor, kept_tokens, budget, finish
+        self.piece = Piece()
 
     async def generate(self, prompt_tokens: list[int], sampling_params, multi_modal_data=None) -> SimpleNamespace:
-        """As `RolloutRayActor.generate`, from where the response has come to; a budget of 0 ends it there.
+        """Generate as `RolloutRayActor.generate` does, after the tokens of the earlier pieces.
 
         Raises:
-            _Unfinished: if the budget was spent, or the growing stopped, before the response ended.
+            _Unfinished: if the budget was spent, or `stop_growing` was called, before the response ended.
         """
-        self.prompt_tokens = list(prompt_tokens)
-        left = sampling_params.max_tokens - len(self._kept)
+        self.piece.prompt_tokens = list(prompt_tokens)
         finish_reason = "length"
-        if self._budget:
-            sampling_params.max_tokens = min(left, self._budget)
+        if not self._finish:
+            num_left = sampling_params.max_tokens - len(self._kept)
+            sampling_params.max_tokens = min(num_left, self._budget)
             sampling_params.min_tokens = max(0, sampling_params.min_tokens - len(self._kept))
-            segments = []
-            _SEGMENTS.set(segments)
-            output = await self._actor.generate(self.prompt_tokens + self._kept, sampling_params)
-            (self.versions,), (piece,) = segments, output.outputs
-            self.tokens = list(piece.token_ids)
-            for token, log_probs in zip(self.tokens, piece.logprobs or [], strict=True):
-                self.log_probs.append(log_probs[token].logprob)
-            finish_reason = piece.finish_reason
-            if finish_reason == "abort" or (finish_reason == "length" and len(self.tokens) < left):
+            output = await self._actor.generate(self.piece.prompt_tokens + self._kept, sampling_params)
+            (generated,) = output.outputs
+            (self.piece.versions,) = _RESPONSE.get().versions
+            self.piece.tokens = list(generated.token_ids)
+            for token, log_probs in zip(self.piece.tokens, generated.logprobs or [], strict=True):
+                self.piece.behavior_log_probs.append(log_probs[token].logprob)
+            finish_reason = generated.finish_reason
+            if finish_reason == "abort" or (finish_reason == "length" and len(self.piece.tokens) < num_left):
                 raise _Unfinished
-        whole = SimpleNamespace(token_ids=self._kept + self.tokens, finish_reason=finish_reason, logprobs=None)
+        token_ids = self._kept + self.piece.tokens
+        whole = SimpleNamespace(token_ids=token_ids, finish_reason=finish_reason, logprobs=None)
         return SimpleNamespace(outputs=[whole])
 
 
 async def grow_responses(
     self,
-    prompt,
+    prompt: PlacedPrompt,
     label,
     sampling_params,
     max_length: int,
     hf_tokenizer,
     kept_tokens: dict[int, list[int]],
     budget: int,
-) -> list[dict]:
-    """Let every response to a prompt grow by at most `budget` tokens; a reward is asked for when a response is whole.
+    finish: bool = False,
+) -> list[Piece]:
+    """Let responses to a prompt grow by at most `budget` tokens each. Responses that are then complete get a reward.
 
     Args:
-        prompt: a pair, as in `generate_responses`; a seed also follows from what is kept of a response.
-        kept_tokens: of every response so far, by its index among those to the prompt, [] for a new one.
-        budget: 0 to end every response where it is, as truncated.
+        prompt: with the key of its group as the place.
+        label: as in `generate_responses`, like the arguments below.
+        sampling_params: if its `seed` is set, every piece gets its own seed.
+        max_length: maximum length of prompt and response together, in tokens.
+        hf_tokenizer: the model's tokenizer.
+        kept_tokens: by the number of the response, its tokens so far; [] for a new response.
+        budget: the maximum number of new tokens per response, at least 1.
+        finish: whether to end the responses where they are, as truncated, without new tokens.
 
     Returns:
-        One dict a response: its new "tokens", "log_probs" and "versions", the "prompt_tokens", "outcome" (None, or of
-        the whole response reward, scores, truncated and extra_logs as `SingleTurnAgentExecutor.execute` found them),
-        and "ended", when it stopped growing, in seconds since 1970.
+        One piece per response, in the order of `kept_tokens`.
     """
 
-    place, prompt = prompt
-
-    async def grow(index: int, kept: list[int]) -> dict:
-        piece, outcome = _Piece(self, kept, budget), None
-        _NAME.set(_name(sampling_params, place, index, len(kept)))
+    async def grow(index: int, kept: list[int]) -> Piece:
+        engine = _PieceEngine(self, kept, budget, finish)
+        piece = engine.piece
+        _RESPONSE.set(_CurrentResponse(_seed_name(sampling_params, prompt.place, index, len(kept))))
         try:
             response = await self.executor.execute(
-                prompt=prompt,
+                prompt=prompt.text,
                 label=label,
                 sampling_params=sampling_params,
                 max_length=max_length,
                 hf_tokenizer=hf_tokenizer,
-                llm_engine=piece,
+                llm_engine=engine,
             )
-            outcome = {name: _plain(response[name]) for name in ("reward", "scores", "truncated")}
-            outcome["extra_logs"] = {name: _plain(value) for name, value in response["extra_logs"].items()}
+            piece.outcome = {name: _to_json(response[name]) for name in ("reward", "scores", "truncated")}
+            piece.outcome["extra_logs"] = {name: _to_json(value) for name, value in response["extra_logs"].items()}
         except _Unfinished:
             pass
-        found = {name: getattr(piece, name) for name in ("prompt_tokens", "tokens", "log_probs", "versions")}
-        return found | {"outcome": outcome, "ended": time.time()}
+        piece.ended_at = time.time()
+        return piece
 
     return await asyncio.gather(*(grow(index, kept) for index, kept in kept_tokens.items()))
 
 
 async def stop_growing(self) -> None:
-    """End all requests that the engine has; each keeps the tokens that it has made."""
+    """End all requests of the engine. Each keeps the tokens that it has generated."""
     await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 
 
 def policy_version(self) -> int:
-    """Weight updates loaded so far."""
+    """Return the number of weight updates loaded so far."""
     return self.llm.policy_version
 
 
@@ -233,12 +303,12 @@ def limit_rewards(self, patience: float, timeout: float) -> None:
 
 
 async def check_health(self) -> None:
-    """Raises vLLM's EngineDeadError if the engine's own process has ended."""
+    """Raise vLLM's EngineDeadError if the engine's own process has ended."""
     await self.llm.check_health()
 
 
-def _plain(value):
-    """A JSON value: a reward is a number, a tensor of one, or from a server a list of one."""
+def _to_json(value):
+    """Return a reward as a JSON value. It is a number, a tensor of one number, or a reward server's list of one."""
     if isinstance(value, list):
         value = value[0]
     return value.flatten()[0].item() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Faults of OpenRLHF 0.11.2 and vLLM 0.29 that we work around, one function per fault."""
+"""Workarounds for faults of OpenRLHF 0.11.2 and vLLM 0.29, one function per fault."""
 
 import functools
 import multiprocessing
@@ -11,16 +11,17 @@ import torch
 
 
 def hold_the_ranks_port(launcher: ModuleType) -> None:
-    """Keep the port at which a model's ranks are to meet bound until they do.
+    """Keep the port on which a model's ranks meet bound until they meet.
 
-    OpenRLHF lets go of it when the first rank starts; in the half minute until the ranks meet there, any connection of
-    the machine may be given it, and the run ends with "address already in use".
+    OpenRLHF finds a free port and closes it when the first rank starts. The ranks bind it half a minute later. If
+    another process takes the port in between, the run ends with "address already in use".
     """
     held = []
 
     def get_free_port() -> int:
         held.append(port := socket.socket())
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch's store does so too, and may listen there
+        # torch's store sets this option too. Together they let the store listen on this port.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("", 0))
         return port.getsockname()[1]
 
@@ -28,10 +29,9 @@ def hold_the_ranks_port(launcher: ModuleType) -> None:
 
 
 def shuffle_by_step(ray_actors: ModuleType) -> None:
-    """With `--train.full_determinism_enable`, let the order in which a model's samples make micro-batches follow from
-    the seed and the optimizer steps so far.
+    """With `--train.full_determinism_enable`, derive the order of a model's samples from seed and optimizer steps.
 
-    OpenRLHF's is drawn from the process's random numbers, which begin anew when a run is resumed.
+    OpenRLHF draws the order from the process's random numbers, which start again when a run is resumed.
     """
     model = ray_actors.__name__.rpartition("_")[2]
     trainer = getattr(ray_actors, f"{model.title()}PPOTrainer")
@@ -48,11 +48,11 @@ def shuffle_by_step(ray_actors: ModuleType) -> None:
 
 
 def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
-    """Let every micro-batch of a dynamic batch count.
+    """Accumulate the gradients of all micro-batches of a dynamic batch.
 
-    OpenRLHF tells DeepSpeed that one micro-batch makes an optimizer step, then runs several backward passes before it
-    steps: ZeRO-1 and 2 overwrite, and only the last one's gradient is left. With DeepSpeed's own counting off,
-    backward adds up until `step()` is called.
+    OpenRLHF tells DeepSpeed that an optimizer step has one micro-batch, but runs several backward passes before it
+    steps. ZeRO-1 and 2 then keep the gradient of the last one only. With DeepSpeed's own counting turned off, gradients
+    add up until `step()` is called.
     """
     strategy = deepspeed_strategy.DeepspeedStrategy
     upstream = strategy.get_ds_train_config
@@ -68,14 +68,14 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
 
 
 def end_with_the_actor(_: ModuleType) -> None:
-    """Let an engine's process end when the Ray actor that started it is gone, however that happened, and not before.
+    """End an engine's process when the Ray actor that started it has ended for any reason, and not before.
 
-    vLLM 0.29's would go on without it and keep its memory (its issue 55510), and end at a terminal's Ctrl-C, which
-    Ray's own processes leave to the command.
+    Otherwise vLLM 0.29's engine process continues without the actor and keeps its memory (its issue 55510), and ends
+    at a terminal's Ctrl-C, which Ray's own processes leave to the command.
     """
     actor = multiprocessing.parent_process()
     if actor is None or "RAY_JOB_ID" not in os.environ:
-        return  # no process that Ray's worker started through multiprocessing
+        return  # this process was not started by a Ray worker through multiprocessing
     os.setpgid(0, 0)
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""A token budget in every mode: in segments, finishing what is stale, async, pausing, with replay, with filtering."""
+"""A token budget in every mode: in segments, finishing stale responses, async, pausing, replay, filtering."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def directory(tmp_path):
     return partial.make_model(tmp_path)
 
 
-def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_token(directory):
+def test_greedy_responses_generated_in_segments_equal_those_generated_at_once(directory):
     recorder = recordings.environment(directory / "recording")  # in float32, where equal logits stay equal
     command = [pipeline.warm_python(), __file__, str(directory)]
     recorder["PYTHONPATH"] += os.pathsep + str(pipeline.SUPPORT)
@@ -32,7 +32,7 @@ def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_tok
         return max(
             abs(a - b)
             for mine, other in zip(once, others, strict=True)
-            for a, b in zip(mine["log_probs"], other["log_probs"], strict=True)
+            for a, b in zip(mine["behavior_log_probs"], other["behavior_log_probs"], strict=True)
         )
 
     assert [response["tokens"] for response in again] == [response["tokens"] for response in once]
@@ -43,8 +43,8 @@ def test_greedy_responses_made_in_segments_are_those_made_in_one_go_token_by_tok
 
 
 def _generate_greedily(directory: Path) -> None:
-    """Write what an engine makes of every prompt in one go, twice, and then by budgets of 1, 7 and 30 tokens, and
-    stopped at any moment."""
+    """Write an engine's responses to all prompts to a file: generated at once, twice, then with budgets of 1, 7 and 30
+    tokens, and then stopped at arbitrary times."""
     import asyncio
 
     from openrlhf_bapo.command import evaluation
@@ -55,14 +55,16 @@ def _generate_greedily(directory: Path) -> None:
         import transformers
         import vllm
 
+        from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
+
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
         params = vllm.SamplingParams(temperature=0.0, max_tokens=64, min_tokens=1, logprobs=1)
 
         async def respond(engine, prompt: str, budget: int) -> dict:
-            whole = {"tokens": [], "log_probs": [], "outcome": None}
+            whole = {"tokens": [], "behavior_log_probs": [], "outcome": None}
             while whole["outcome"] is None:
                 (piece,) = await engine.grow_responses.remote(
-                    prompt=(0, prompt),
+                    prompt=PlacedPrompt(0, prompt),
                     label="",
                     sampling_params=params,
                     max_length=72,
@@ -70,10 +72,10 @@ def _generate_greedily(directory: Path) -> None:
                     kept_tokens={0: whole["tokens"]},
                     budget=budget,
                 )
-                assert len(piece["tokens"]) <= budget
-                for name in ("tokens", "log_probs"):
-                    whole[name] += piece[name]
-                whole["outcome"] = piece["outcome"]
+                assert len(piece.tokens) <= budget
+                for name in ("tokens", "behavior_log_probs"):
+                    whole[name] += getattr(piece, name)
+                whole["outcome"] = piece.outcome
             return whole
 
         async def stop(engine) -> None:
@@ -101,11 +103,11 @@ def _generate_greedily(directory: Path) -> None:
     (directory / "greedy.json").write_text(json.dumps(asyncio.run(main())))
 
 
-def test_a_run_killed_at_a_random_step_finishes_what_is_stale_and_trains_on_every_prompt_once(directory):
+def test_a_run_killed_at_a_random_step_finishes_stale_responses_and_trains_on_every_prompt_once(directory):
     partial.assert_a_killed_run_loses_nothing(directory, partial.FINISH)
 
 
-def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_that_wrote_it(directory):
+def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_that_generated_it(directory):
     recorder = recordings.environment(directory / "recording")
     flags = partial.flags(directory, partial__oversample=2, **partial.ASYNC)
     steps = pipeline.steps(pipeline.train(directory, flags, "async", **recorder))
@@ -122,7 +124,7 @@ def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_t
     assert max(step["offpolicy/staleness_max"] for step in steps) >= 2
 
 
-def test_with_pausing_and_replay_a_response_is_written_across_updates_and_rollouts(directory):
+def test_with_pausing_and_replay_a_response_is_generated_across_updates_and_rollouts(directory):
     recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
     flags = dict(train__partial_rollout_enable=True, replay__ratio=1, replay__max_staleness=4, replay__max_reuse=1)
     argv = partial.flags(directory, partial__oversample=2, **partial.ASYNC, **flags)

@@ -1,4 +1,4 @@
-"""Replay with weights published amid responses on two ranks, and with GAE and the engine's log-probs."""
+"""Replay with weights published during responses on two ranks, and with GAE and the engine's log-probs."""
 
 import pipeline
 import pytest
@@ -12,7 +12,7 @@ def directory(tmp_path):
     return pipeline.make_model(tmp_path, num_prompts=160)
 
 
-def test_on_two_ranks_a_response_that_a_weight_update_fell_into_has_ratios_against_both_versions(directory):
+def test_on_two_ranks_a_response_during_a_weight_update_has_ratios_against_both_versions(directory):
     recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
     partial = dict(train__partial_rollout_enable=True, actor__num_gpus_per_node=2, data__max_samples=96)
     flags = replay.flags(directory, **replay.ASYNC, **partial)
@@ -29,7 +29,7 @@ def test_on_two_ranks_a_response_that_a_weight_update_fell_into_has_ratios_again
     assert mixed.any() and (newest - oldest).max() == 1
 
 
-def test_with_gae_and_the_engines_log_probs_replayed_samples_come_back_as_they_were_made(directory):
+def test_with_gae_and_the_engines_log_probs_replayed_samples_are_unchanged(directory):
     flags = replay.flags(
         directory,
         algo__advantage__estimator="gae",

@@ -1,4 +1,4 @@
-"""A token budget through the real pipeline: which weights made which token, and every prompt is trained on once."""
+"""A token budget in the real pipeline: the weights that generated each token, and that no prompt is lost."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ def directory(tmp_path):
     return partial.make_model(tmp_path)
 
 
-def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_to_three_versions(directory):
+def test_every_token_is_trained_on_once_against_the_weights_of_its_own_version(directory):
     recorder = recordings.environment(directory / "recording")
     flags = partial.flags(directory, partial__oversample=3)
     steps = pipeline.steps(pipeline.train(directory, flags, "sync", **recorder))
@@ -40,7 +40,7 @@ def test_every_token_is_trained_on_once_against_the_weights_that_wrote_it_in_up_
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, recordings.steps_by_version(batch, num_first=2))
 
 
-def test_an_async_run_killed_at_a_random_step_resumes_its_responses_and_trains_on_every_prompt_once(
+def test_an_async_run_killed_at_a_random_step_continues_its_responses_and_trains_on_every_prompt_once(
     directory,
 ):
     partial.assert_a_killed_run_loses_nothing(directory, partial.ASYNC)

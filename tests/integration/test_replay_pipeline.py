@@ -1,4 +1,4 @@
-"""Old tokens through the real pipeline: the policy that a ratio is taken against, staleness, replay and resuming."""
+"""Stale tokens in the real pipeline: the behavior policy of each ratio, staleness, replay and resuming."""
 
 import os
 import shutil
@@ -18,13 +18,13 @@ def directory(tmp_path):
     return pipeline.make_model(tmp_path, num_prompts=160)
 
 
-def test_flags_fill_the_pools_settings(tmp_path):
+def test_the_flags_set_the_pools_settings(tmp_path):
     (tmp_path / "reward.py").touch()
     config = replay_config_from_args(pipeline.parse(replay.flags(tmp_path, replay__strategy="advantage")).replay)
     assert (config.ratio, config.max_staleness, config.max_reuse, config.strategy) == (1.0, 4, 2, "advantage")
 
 
-def test_async_ratios_of_fresh_and_replayed_tokens_are_against_the_weights_that_generated_them(directory):
+def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights_that_generated_them(directory):
     recorder = recordings.environment(directory / "recording")
     steps = pipeline.steps(pipeline.train(directory, replay.flags(directory, **replay.ASYNC), "async", **recorder))
     assert len(steps) == 10
@@ -34,13 +34,13 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_against_the_weights_that_
     recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
     counted = recordings.steps_by_version(batch, num_first=2)
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, counted)
-    # More of them are stale than were replayed: fresh ones too, generated while the rollout before was trained on.
+    # More samples are stale than were replayed, because fresh ones are generated while the batch before is trained on.
     num_stale = batch["version"][batch["staleness"].amax(-1) > 0].bincount(minlength=10).tolist()
     assert any(stale > 4 * step["replay/groups_sampled"] for stale, step in zip(num_stale, steps, strict=True))
 
 
-def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_drawn(directory, capsys):
-    # The rewards of the sixth rollout do not come before the kill.
+def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_would_have_drawn(directory, capsys):
+    # The rewards of the sixth rollout wait for the kill.
     waiting = directory / "waiting"
     waiting.touch()
     with open(directory / "reward.py", "a") as file:
@@ -58,9 +58,9 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
         pipeline.wait_until(lambda: "Global step 5" in log.read_text(), process, log)
         os.killpg(process.pid, signal.SIGKILL)
     waiting.unlink()
-    shutil.rmtree(directory / "ckpt/_replay/global_step4")  # the checkpoint before it is whole
+    shutil.rmtree(directory / "ckpt/_replay/global_step4")  # the checkpoint before it is complete
 
-    # Bounds that no longer follow show which ones the run goes on with.
+    # With this half-life the bounds stay as they were loaded, so that they can be compared.
     resume = [*flags, "--ckpt.load_enable", "--bapo.smoothing", "1e12"]
     args = pipeline.parse(resume)
     assert args.ckpt.resume_from == "global_step2" and "resumes global_step2, because" in capsys.readouterr().err
@@ -73,10 +73,10 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
 
     steady = load_steady_bounds(args, args.ckpt.resume_from)
     bounds = {"low": float(steady["lower"]), "high": float(steady["upper"])}
-    # Two steps have moved them, by far more than they are compared to below.
+    # Two steps moved them by far more than the tolerance below.
     assert abs(bounds["low"] - 0.75) > 1e-4 < abs(bounds["high"] - 2.1)
 
-    # The first broadcast is that of the resumed weights.
+    # The first broadcast publishes the resumed weights.
     recorder = recordings.environment(directory / "resumed", start=version - 1)
     first, *_, last = steps = pipeline.steps(pipeline.train(directory, resume, "resumed", **recorder))
     assert len(steps) == 8  # 3 to 10
@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_what_it_would_have_dra
         for trained_at, staleness, tokens, attention in trained
         if trained_at == version and staleness.any()
     )
-    # Pruned together with OpenRLHF's own.
+    # Our state is removed together with OpenRLHF's checkpoints.
     kept = {d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()}
     assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == kept
     assert {d.name for d in (directory / "ckpt/_steady").iterdir()} == kept

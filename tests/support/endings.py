@@ -1,4 +1,4 @@
-"""Runs that end before their time, as a person starts them, and what their terminals say."""
+"""Runs that end early, started like a user does, and the output of their terminals."""
 
 import re
 import sys
@@ -25,12 +25,12 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-# The processes of the run descend from its command.
+# With this command, the processes of the run descend from it.
 WARM = [sys.executable, str(pipeline.SUPPORT / "warm_start.py")]
 
 
 class Run:
-    """A run as the recipes start it, ended with all its processes at the end of the test."""
+    """A run as the recipes start it. All its processes are ended at the end of the test."""
 
     def __init__(self, directory: Path, python=WARM, **changes) -> None:
         self.directory, self.terminal = directory, directory / "terminal"
@@ -49,17 +49,17 @@ class Run:
         self._running.__exit__(*error)
 
     def wait_for(self, text: str) -> None:
-        """Until the terminal shows it."""
+        """Wait until the terminal shows `text`."""
         log = self.directory / "train.log"
         pipeline.wait_until(lambda: text in self.terminal.read_text(), self.process, log)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Of the run, those whose title starts with `name`."""
+        """Return the processes of the run whose title starts with `name`."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if is_left(child) and child.cmdline()[0].startswith(name)]
 
     def end(self, seconds: float = 400) -> tuple[int, list[str]]:
-        """Exit code and what a person sees, when the run and all its processes have ended."""
+        """Wait until the run and all its processes have ended; returns the exit code and the terminal's lines."""
         processes = self.processes()
         code = self.process.wait(seconds)
         end = time.monotonic() + 60
@@ -85,17 +85,17 @@ def assert_says(lines: list[str], directory: Path, cause: str, step: str = r"\d+
 
 
 def step_said(lines: list[str]) -> int:
-    """The step after which the run says that a signal has ended it."""
+    """Return the step after which a signal ended the run, according to its output."""
     return int(re.search(r", after step (\d+)", lines[-3])[1])
 
 
 def last_step(lines: list[str]) -> int:
-    """The last step shown. The run may have ended before Ray forwarded the line of one step more."""
+    """Return the last step shown. Ray may not have forwarded the line of the step after it."""
     return int(max(re.findall(r"\] step +(\d+)", "\n".join(lines)), key=int))
 
 
 def assert_a_failing_reward_is_said_and_the_first_step_is_saved(directory: Path, **mode) -> None:
-    """A reward function fails in the second step."""
+    """Run with a reward function that fails in the second step, and assert what the terminal says."""
     pipeline.make_model(directory)
     (directory / "reward.py").write_text(FAILING_REWARD)
     with Run(directory, **mode) as run:
@@ -112,11 +112,12 @@ def assert_a_failing_reward_is_said_and_the_first_step_is_saved(directory: Path,
 
 
 def assert_a_killed_process_is_said(directory: Path, name: str, what: str) -> None:
-    """A Ray actor is killed in the third step.
+    """Kill a Ray actor in the third step, and assert what the terminal says.
 
     Args:
-        name: its class.
-        what: how a user knows it.
+        directory: of the run.
+        name: the class of the actor.
+        what: the actor's name for users.
     """
     pipeline.make_model(directory)
     with Run(directory, ckpt__save_steps=1) as run:

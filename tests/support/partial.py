@@ -1,4 +1,4 @@
-"""Runs under a token budget: their prompts and flags, and what became of each prompt and token."""
+"""Runs under a token budget: their prompts, flags, and checks of their recordings."""
 
 import json
 import os
@@ -17,7 +17,7 @@ NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 96, 4, 112
 
 
 def make_model(directory: Path) -> Path:
-    """A model as the harness makes it; no two prompts are alike, and their responses end late and far apart."""
+    """Make a model as `pipeline.make_model` does, with distinct prompts whose responses end late and far apart."""
     pipeline.make_model(directory)
     with open(directory / "train.jsonl", "w") as file:
         for n in range(NUM_PROMPTS):
@@ -26,10 +26,11 @@ def make_model(directory: Path) -> Path:
 
 
 def flags(directory, **overrides) -> list[str]:
-    """Six global steps of 16 groups of 4, two micro-batches per optimizer step, if no group is dropped.
+    """Flags of six global steps of 16 groups of 4 samples, with two micro-batches per optimizer step.
 
-    A response may take fourteen budgets. So when a rollout has its 16 complete groups, others are far from complete,
-    however late their engine learns that it is to stop: nothing grows by more than one budget until then.
+    There are six if no group is dropped. A response can take fourteen budgets. When 16 groups of a rollout are
+    complete, others are far from complete, however late their engine is stopped, because no response grows by more than
+    one budget until then.
     """
     values = dict(
         policy_loss="bapo",
@@ -44,7 +45,7 @@ def flags(directory, **overrides) -> list[str]:
 
 
 def prompts_trained(batch: dict[str, torch.Tensor]) -> Counter:
-    """How many samples of each prompt were trained on; a prompt as its tokens."""
+    """Return the number of samples of each prompt that were trained on. A prompt is given by its tokens."""
     starts = (batch["action_mask"] > 0).int().argmax(-1) + 1
     tokens = zip(batch["sequences"], batch["attention_mask"], starts, strict=True)
     return Counter(tuple(row[:start][mask[:start] > 0].tolist()) for row, mask, start in tokens)
@@ -56,7 +57,7 @@ def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
 
 
 def num_finished(batch: dict[str, torch.Tensor]) -> int:
-    """How many responses were ended where they were; the others end by themselves or at MAX_TOKENS."""
+    """Return the number of responses that were finished early. Others end by themselves or at MAX_TOKENS."""
     mask = batch["action_mask"] > 0
     last = batch["sequences"][:, 1:].gather(-1, mask.cumsum(-1).argmax(-1, keepdim=True))[:, 0]
     assert torch.equal(batch["truncated"] > 0, last != pipeline.EOS)
@@ -64,10 +65,12 @@ def num_finished(batch: dict[str, torch.Tensor]) -> int:
 
 
 def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines: bool) -> None:
-    """The engine's log-probs are of the weights that generated the token, and of no neighbouring ones.
+    """Assert that the engine's log-probs are of the weights that generated the token, and of no neighboring version.
 
     Args:
-        engines: whether the denominators of fresh tokens are to be the engine's too, or the actor's own.
+        batch: from `recordings.trained_on`.
+        policies: the policies of all versions.
+        engines: whether the denominators of fresh tokens are the engine's too, or the actor's own.
     """
     mask = batch["action_mask"] > 0
     assert torch.equal(batch["staleness"].long(), torch.where(mask, batch["version"][:, None] - batch["versions"], 0))
@@ -83,12 +86,12 @@ def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines:
 
 
 ASYNC = dict(train__async_enable=True, train__async_queue_size=2)
-# Of the 32 groups in flight 16 are one version old. They are taken in the next rollout, whether complete or finished.
+# 16 of the 32 groups in flight are one version old. The next rollout takes them, either complete or finished.
 FINISH = dict(partial__max_staleness=1, partial__on_stale="finish")
 
 
 def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
-    """Kill a run at a random step and resume it: every prompt is trained on once, and half-made responses go on.
+    """Kill a run at a random step and resume it; assert that all prompts are trained on once and responses continue.
 
     Args:
         directory: from `make_model`.
@@ -115,7 +118,7 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     assert len(steps) == 6 - version
     folders = [directory / "killed", directory / "resumed"]
     before, after = (recordings.trained_on(folder) for folder in folders)
-    kept = before["version"] < version  # a step that no checkpoint holds is made again
+    kept = before["version"] < version  # steps after the checkpoint are repeated
     counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
     assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
     policies = recordings.Policies(directory / "model", *folders)
@@ -123,10 +126,10 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
     finished = [num_finished(batch) for batch in (before, after)]
     assert finished[1] == sum(step["partial/finished"] for step in steps)
-    # In the last rollout there is nothing that could end it early, so that the responses end of themselves.
+    # Nothing ends the last rollout early, so its responses end by themselves.
     assert (sum(finished) > 0) == (mode is FINISH)
     if mode is FINISH:
         assert max(step["offpolicy/staleness_max"] for step in steps) == 1
-    # What was begun before the kill was finished after it.
+    # Responses that were started before the kill were continued after it.
     assert (after["versions"].masked_fill(after["action_mask"] == 0, 99) < version).any()
     assert max(num_versions(after)) >= 2

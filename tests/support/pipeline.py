@@ -1,7 +1,7 @@
-"""What the tests of the real pipeline share: a tiny model, OpenRLHF's real arguments, real policy actors, real runs.
+"""Helpers for tests of the real pipeline: a tiny model, OpenRLHF's real arguments, real policy actors, real runs.
 
-Nothing here stands in for OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actors` runs OpenRLHF's PolicyModelActor
-without Ray around it, on experience that the test has made, so that two runs can be compared number by number.
+Nothing here replaces OpenRLHF, DeepSpeed, Ray or vLLM. `train_policy_actors` runs OpenRLHF's PolicyModelActor without
+Ray on experience that a test makes, so that the numbers of two runs can be compared.
 """
 
 import atexit
@@ -37,7 +37,7 @@ EOS, PAD = 1, 0
 
 @functools.cache
 def warm_python() -> str:
-    """In place of `python`, where torch, DeepSpeed or vLLM are imported: tests/support/warm_start.py."""
+    """Return a replacement for `python` that has imported torch, DeepSpeed and vLLM: tests/support/warm_start.py."""
     folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
     atexit.register(shutil.rmtree, folder)
     command = [sys.executable, SUPPORT / "warm_start.py", folder]
@@ -48,7 +48,7 @@ def warm_python() -> str:
 
 
 def make_model(directory: Path, num_prompts: int = 64) -> Path:
-    """A random Qwen2 with a character tokenizer in `directory`/model, prompts in train.jsonl, a reward in reward.py."""
+    """Make a random Qwen2 with a character tokenizer in `directory`/model, and train.jsonl and reward.py beside it."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -88,7 +88,7 @@ def make_model(directory: Path, num_prompts: int = 64) -> Path:
 
 
 def flags(directory: Path, **overrides) -> list[str]:
-    """A short run's flags. Overrides by name, "__" for "."; None removes a flag, True gives it without a value."""
+    """Return the flags of a short run. Overrides have "__" for "."; None removes a flag, True gives it no value."""
     values = {
         "actor.model_name_or_path": directory / "model",
         "data.prompt_dataset": directory / "train.jsonl",
@@ -125,19 +125,19 @@ def flags(directory: Path, **overrides) -> list[str]:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Arguments as OpenRLHF's main block makes them from its flags and ours: parsed, checked, nested."""
+    """Parse, check and nest OpenRLHF's flags and ours, as OpenRLHF's main block does."""
     from openrlhf_bapo.command import arguments
 
     return arguments.parse(argv)
 
 
 def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
-    """Single-sample experience with random tokens, as the experience maker hands it to the actors.
+    """Make experience of single samples with random tokens, as the experience maker passes it to the actors.
 
     Args:
-        lengths: response tokens of every sample; the prompt has 4.
-        seed: of tokens, advantages and behaviour log-probs.
-        positive: which samples have a positive advantage; None: random.
+        lengths: number of response tokens of each sample; the prompt has 4 tokens.
+        seed: seed of tokens and advantages.
+        positive: for each sample, whether its advantage is positive; None: random.
     """
     from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -167,13 +167,13 @@ def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
 
 
 def response(num_tokens: int = 2, reward=0.5, version: int | list[int] = 0, log_prob: float | None = None) -> dict:
-    """A response as our RolloutRayActor returns it: a prompt of 2 tokens, and `num_tokens` of the model's own.
+    """Make a response as our RolloutRayActor returns it, with a prompt of 2 tokens.
 
     Args:
-        num_tokens: of the response; their ids count up from 6.
-        reward: as the reward's source gave it.
-        version: the policy version of all tokens, or one each.
-        log_prob: the engine's, of every token; None: the agent returned none.
+        num_tokens: number of response tokens; their ids count up from 6.
+        reward: the reward as its source gave it.
+        version: the policy version of all tokens, or a list of one per token.
+        log_prob: the engine's log-prob of every token; None: the agent returned none.
     """
     versions = version if isinstance(version, list) else [version] * num_tokens
     return {
@@ -193,7 +193,7 @@ def response(num_tokens: int = 2, reward=0.5, version: int | list[int] = 0, log_
 
 
 def samples_generator(args: Namespace):
-    """Our SamplesGenerator for `args`, without data and engines."""
+    """Make our SamplesGenerator for `args`, without data and engines."""
     from openrlhf_bapo.openrlhf.samples_generator import VersionedSamplesGenerator
 
     return VersionedSamplesGenerator(Namespace(args=args), None, None, tokenizer=None, vllm_engines=None)
@@ -226,7 +226,7 @@ def train_policy_actors(
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
         and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
-        `behaviour_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
+        `behavior_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
         loss's forward after it), `trainer` (its class's module). Its clock ticks once a reading: what is reported in
         seconds counts what was timed.
     """
@@ -236,9 +236,10 @@ def train_policy_actors(
 
 
 def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, trainer: str = "ours") -> list:
-    """What `function(rank, num_ranks, port, argument)` returns in one process a rank, which have OpenRLHF imported.
+    """Call `function(rank, num_ranks, port, argument)` in one process per rank; returns a list of the results.
 
-    `function` stands at a module's top level; `port` is for torch.distributed.
+    The processes have imported OpenRLHF. `function` must be at the top level of a module. `port` is for
+    torch.distributed.
     """
     port = free_port()
     job = directory / f"job-{port}.pt"
@@ -254,7 +255,7 @@ def run_in_ranks(directory: Path, function, num_ranks: int, argument=None, train
 
 @functools.cache
 def _actor_server(trainer: str) -> subprocess.Popen:
-    """A process that has imported OpenRLHF, which takes seconds, and forks one for every rank of every job."""
+    """Start a process that imports OpenRLHF once, which takes seconds, and forks one for every rank of every job."""
     command = [warm_python(), __file__, trainer]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -264,7 +265,7 @@ def _serve_actors(trainer: str) -> None:
     from openrlhf_bapo import register
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the frameworks print is no answer
+    os.dup2(2, 1)  # so that output of the frameworks is not taken for an answer
     if trainer == "ours":
         register()
     import openrlhf.trainer.ray.ppo_actor  # noqa: F401
@@ -297,12 +298,12 @@ def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders before what is there: a copy of the tree may be tested in place of this one."""
+    """Return PYTHONPATH with these folders before the present ones, by which another copy of the tree may be tested."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that no connection is given by itself meanwhile: none of Linux's own."""
+    """Return a free TCP port outside of the range from which Linux chooses ports for connections."""
     for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
         with suppress(OSError), socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
@@ -335,7 +336,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         if loss.rule.needs_tally_first:
             loss.rule._update = recorded
         loss.register_forward_hook(lambda *_: clamped.append((1 - loss.clip_eps_low, 1 + loss.clip_eps_high)))
-    statuses, behaviour_log_probs = [], []
+    statuses, behavior_log_probs = [], []
     for _ in range(num_steps):
         for sample in samples_by_rank[rank]:
             log_probs = actor.forward(sample.sequences, sample.action_mask, sample.attention_mask)
@@ -343,7 +344,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
             sample.action_log_probs = log_probs - log_ratio * sample.action_mask
             sample.start_log_probs = None if args.replay.ratio else log_probs
-            behaviour_log_probs.append(sample.action_log_probs.clone())
+            behavior_log_probs.append(sample.action_log_probs.clone())
             actor.append(sample)
         statuses.append(actor.fit(0.0))
         if len(statuses) == save_after:
@@ -355,7 +356,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
         "clamped": [(float(lower), float(upper)) for lower, upper in clamped],
-        "behaviour_log_probs": behaviour_log_probs,
+        "behavior_log_probs": behavior_log_probs,
         "num_hooks": len(actor.actor._forward_hooks) + len(loss._forward_hooks),
         "args": args,
         "trainer": type(actor.trainer).__module__,
@@ -364,7 +365,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
 
 @contextmanager
 def running(command: list[str], log: Path, **environment):
-    """A command in the background in a process group of its own, ended with all its children on the way out."""
+    """Run a command in the background in its own process group, which is ended when the context is left."""
     with open(log, "w") as output:
         process = subprocess.Popen(
             command,
@@ -387,7 +388,7 @@ def running(command: list[str], log: Path, **environment):
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = 300) -> None:
-    """Until something has happened; an error with the log's end if the process ends first, or the time does."""
+    """Wait until `happened()`. Fail with the end of the log if the process ends or the time is over before."""
     end = time.monotonic() + seconds
     while not happened():
         assert process.poll() is None and time.monotonic() < end, f"{process.args}:\n{log.read_text()[-3000:]}"
@@ -395,7 +396,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Pat
 
 
 def run_script(script: str, *flags: str, seconds: float = 900, **environment) -> subprocess.CompletedProcess:
-    """Run one of scripts/ to its end, with variables beside ours; after `seconds` an error, and its end."""
+    """Run one of scripts/ to its end, with additional environment variables. Kill it and fail after `seconds`."""
     process = subprocess.Popen(
         ["bash", f"scripts/{script}", *flags],
         cwd=REPOSITORY,
@@ -414,7 +415,7 @@ def run_script(script: str, *flags: str, seconds: float = 900, **environment) ->
 
 
 def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> str:
-    """Run a training command to its end; its output."""
+    """Run a training command to its end, and return its output."""
     log = directory / f"{name}.log"
     with running([warm_python(), *command, *argv], log, **env) as process:
         code = process.wait(600)
@@ -424,13 +425,13 @@ def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> 
 
 
 def steps(output: str) -> list[dict[str, float]]:
-    """The metrics of every global step in a run's output."""
+    """Return the metrics of every global step in a run's output."""
     found = re.findall(r"Global step \d+: \{(.*)\}", output)
     return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
 
 
 def assert_rewards_rise(steps: list[dict[str, float]]) -> None:
-    """From a run's first two steps to its last two, by far more than the chance of what was drawn in them."""
+    """Assert that the mean reward rises from the first two steps to the last two by more than four standard errors."""
     first, last = steps[:2], steps[-2:]
     means = [sum(step["rollout/reward_mean"] for step in part) / 2 for part in (first, last)]
     variance = sum(step["rollout/reward_std"] ** 2 / step["rollout/num_samples"] / 4 for step in first + last)

@@ -1,4 +1,4 @@
-"""Reads what tests/support/recording/sitecustomize.py has kept of a run; log-probs anew from plain transformers."""
+"""Reads the recordings of tests/support/recording/sitecustomize.py, and recomputes log-probs with transformers."""
 
 import collections
 from pathlib import Path
@@ -7,23 +7,23 @@ import pipeline
 import torch
 from pyarrow import parquet
 
-# In float32 the same weights differ by the order of sums, 1e-5 at most; those of the next version by 0.05 and more at
-# half of the tokens.
+# Log-probs of the same weights in float32 differ by at most 1e-5, because of the order of sums. Those of the next
+# version differ by 0.05 or more for half of the tokens.
 CLOSE, APART = 1e-4, 1e-2
 
 
 def environment(folder: Path, start: int = 0) -> dict[str, str]:
-    """Variables for a run that keeps its recording in `folder`; `start`: what its broadcasts are counted from."""
+    """Environment variables of a run that is recorded in `folder`; its broadcasts are counted from `start`."""
     folder.mkdir()
     path = pipeline.python_path(pipeline.SUPPORT / "recording")
     return {"RECORDING": str(folder), "RECORDING_START": str(start), "PYTHONPATH": path}
 
 
 def trained_on(folder: Path, model: str = "actor") -> dict[str, torch.Tensor]:
-    """All samples that a model was trained on, one batch in the order of training, padded at the end.
+    """All samples that a model was trained on, as one batch in the order of training, padded at the end.
 
-    Beside what the recorder kept: "version", the broadcasts before the training step, and "place", the micro-batch's
-    among those of its rank since; both [samples].
+    Beside the recorded tensors it has, both [samples], "version", the number of broadcasts before the training step,
+    and "place", the number of micro-batches that the rank trained on since the last broadcast.
     """
     batches, places = [], collections.Counter()
     for path in sorted(folder.glob(f"{model}-*.pt")):
@@ -43,17 +43,17 @@ def trained_on(folder: Path, model: str = "actor") -> dict[str, torch.Tensor]:
 
 
 class Policies:
-    """The policy of every version: the model that a run started with, and what it broadcast.
+    """The policies of all versions: the initial model of a run, and the weights that it broadcast.
 
     Args:
-        model: version 0.
-        folders: of recordings; a later one's weights stand for the same version of an earlier one.
+        model: the model of version 0.
+        folders: recordings; if two have weights of the same version, those of the later one count.
     """
 
     def __init__(self, model: Path, *folders: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(1)  # a second one gains nothing on tensors of this size, and waits on busy cores
+        torch.set_num_threads(1)  # with small tensors a second thread only waits for busy cores
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._weights = {0: {name: weight.clone() for name, weight in self._model.state_dict().items()}}
         for folder in folders:
@@ -66,8 +66,9 @@ class Policies:
 
         Args:
             batch: from `trained_on`.
-            versions: [samples, actions]; a version that never was leaves NaN.
-            sampled: of the distribution that the engine sampled from, whose first token is not EOS (min_tokens=1).
+            versions: [samples, actions]; the result is NaN for versions that do not exist.
+            sampled: whether to take the distribution that the engine sampled from, in which the first token cannot be
+                EOS (min_tokens=1).
         """
         mask = batch["action_mask"] > 0
         found = torch.full(mask.shape, torch.nan)
@@ -87,7 +88,7 @@ class Policies:
 
 
 def steps_by_version(batch: dict[str, torch.Tensor], num_first: int) -> dict[int, int]:
-    """Optimizer steps that were made after each version's broadcast, from `num_first` micro-batches of a rank each."""
+    """Optimizer steps after each version's broadcast, of `num_first` micro-batches per rank each."""
     last_places = collections.defaultdict(int)
     for version, place in zip(batch["version"].tolist(), batch["place"].tolist(), strict=True):
         last_places[version] = max(last_places[version], place)
@@ -97,11 +98,11 @@ def steps_by_version(batch: dict[str, torch.Tensor], num_first: int) -> dict[int
 def assert_optimizer_steps_are_counted(
     batch: dict[str, torch.Tensor], logged: list[dict], num_first: int, steps: dict[int, int]
 ) -> None:
-    """Every token's count is of the optimizer steps between its weights and the current ones, and so is what is logged.
+    """Assert that `optimizer_steps` and its metrics count the steps from each token's weights to the current ones.
 
     Args:
         batch: from `trained_on`.
-        logged: the run's metrics, a dict a training step.
+        logged: the run's metrics, a dict per training step.
         num_first: micro-batches of a rank in an optimizer step.
         steps: by version, from `steps_by_version`; of all versions in the batch.
     """
@@ -120,12 +121,12 @@ def assert_optimizer_steps_are_counted(
 def assert_ratios_are_against_the_policy_that_generated(
     batch: dict[str, torch.Tensor], policies: Policies, sampled: bool, num_first: int
 ) -> None:
-    """Every denominator is of its token's own version, and of no neighbouring one; the first update's ratios follow.
+    """Assert that each denominator is of its token's own version only, and that the first update's ratios follow.
 
     Args:
         batch: from `trained_on`.
-        policies: of all versions in it.
-        sampled: whether denominators are to be the engine's, or the actor's own.
+        policies: the policies of all versions in it.
+        sampled: whether the expected denominators are the engine's, or the actor's own.
         num_first: micro-batches of a rank before the first optimizer step after a broadcast.
     """
     mask, version = batch["action_mask"] > 0, batch["version"][:, None]
@@ -149,10 +150,10 @@ def assert_ratios_are_against_the_policy_that_generated(
 def assert_tokens_are_those_trained_on(
     file: Path, batch: dict[str, torch.Tensor], logged: dict[str, float], num_first: int
 ) -> None:
-    """A file of --bapo.dump_tokens has every token of its training step, with its own numbers, clipped as the loss did.
+    """Assert that a file of --bapo.dump_tokens has all tokens of its training step, with the values that the loss had.
 
     Args:
-        file: of a step without more tokens than a file holds.
+        file: the file of a step with at most as many tokens as a file holds.
         batch: from `trained_on`, of one rank.
         logged: the step's metrics.
         num_first: micro-batches in an optimizer step.
@@ -177,7 +178,7 @@ def assert_tokens_are_those_trained_on(
     }
     for name, values in expected.items():
         assert torch.equal(found[name].to(values.dtype), values), name
-    # As OpenRLHF's loss itself counted them, a micro-batch at a time.
+    # Compared with the count of OpenRLHF's loss, for each micro-batch.
     for place in batch["place"].unique():
         rows = batch["place"] == place
         (share,) = set(batch["clip_ratio"][rows].tolist())

@@ -1,4 +1,4 @@
-"""Algorithm 1 as a plain loop in Python floats: what the fast search is tested against."""
+"""Algorithm 1 as a plain loop over Python floats, with which tests compare the fast search."""
 
 import math
 
@@ -23,7 +23,7 @@ def contributions(tokens, lower: float, upper: float, contribution: str) -> tupl
 
 
 def walk(config: ClipConfig):
-    """The path's points (lower, upper), in order."""
+    """Yield the points (lower, upper) of the search path, in order."""
     lower = [config.ratio_lower_start]
     upper = [config.ratio_upper_start]
 
@@ -43,10 +43,7 @@ def walk(config: ClipConfig):
 
 
 def search(tokens, config: ClipConfig) -> dict:
-    """The chosen bounds, share there and at the start, and whether the target was reached.
-
-    Also the share there by either definition, and the fraction of tokens with a positive advantage.
-    """
+    """Return the fields of ClipBounds: the chosen bounds, the shares there and at the start, and the other metrics."""
     tokens = [token for token in tokens if token[2] > 0]
     initial = None
     for lower, upper in walk(config):
@@ -71,7 +68,7 @@ def search(tokens, config: ClipConfig) -> dict:
 
 
 def near_a_decision(token_list, config, margin: float) -> bool:
-    """Whether another rounding may decide otherwise: a share near the target, or a ratio near a bound."""
+    """Return whether rounding may change the result, because a share is near the target or a ratio near a bound."""
     active = [token for token in token_list if token[2] > 0 and token[1] != 0]
     target = config.positive_contribution_target
     for lower, upper in walk(config):

@@ -1,10 +1,10 @@
-"""Runs with replay: their flags."""
+"""Flags of runs with replay."""
 
 import pipeline
 
 
 def flags(directory, **overrides) -> list[str]:
-    """Ten global steps of 16 fresh groups of 4 and as many replayed ones; two micro-batches an optimizer step."""
+    """Flags of ten global steps of 16 fresh and 16 replayed groups of 4, with two micro-batches per optimizer step."""
     values = dict(
         policy_loss="bapo",
         data__max_samples=160,

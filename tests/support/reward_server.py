@@ -8,8 +8,10 @@ import pipeline
 
 
 class Server:
-    """A reward server on a port of its own, which can go away and come back; `answers` are given in turn, the last one
-    for ever: (status, body), or None to hang."""
+    """A reward server on its own port, which can go away and come back.
+
+    It gives `answers` in turn, and repeats the last one. An answer is (status, body), or None to hang.
+    """
 
     def __init__(self, *answers) -> None:
         self.answers, self.requests = list(answers), []

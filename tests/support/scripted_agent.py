@@ -1,4 +1,4 @@
-"""An OpenRLHF agent (`--train.agent_func_path`) whose responses are a function of the prompt: the same in every run."""
+"""An OpenRLHF agent (`--train.agent_func_path`) whose responses depend only on the prompt and are equal in all runs."""
 
 import collections
 import random
@@ -9,13 +9,13 @@ EOS = 1
 
 
 class AgentExecutor(AgentExecutorBase):
-    """The k-th of a prompt's 16 responses is always the same; its reward is 1 if its second token is odd."""
+    """Returns up to 16 different responses per prompt, in a fixed order. The reward is 1 if the second token is odd."""
 
     def __init__(self):
         self.num_seen = collections.Counter()
 
     async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
-        """One scripted response, in the form that OpenRLHF's own executors return."""
+        """Return one scripted response, in the form of OpenRLHF's own executors."""
         rng = random.Random(f"{prompt} {self.num_seen[prompt] % 16}")
         self.num_seen[prompt] += 1
         prompt_tokens = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]

@@ -8,7 +8,7 @@ from openrlhf_bapo.core.clip_config import CONTRIBUTIONS, ORDERS, TARGET_KINDS, 
 
 @st.composite
 def clip_configs(draw, **fixed) -> ClipConfig:
-    """Any valid settings, zero-width ranges and steps that do not divide the range among them."""
+    """Any valid settings, including zero-width ranges and steps that do not divide the range."""
     target_kind = fixed.get("target_kind") or draw(st.sampled_from(TARGET_KINDS))
     lower = sorted(draw(st.tuples(*[st.floats(0.05, 1.0)] * 2)))
     upper = sorted(draw(st.tuples(*[st.floats(1.0, 4.0)] * 2)))
@@ -28,12 +28,12 @@ def clip_configs(draw, **fixed) -> ClipConfig:
 
 
 def tokens(min_size=0, max_size=40, **kwargs):
-    """Lists of (ratio, advantage, weight); ratios on both sides of every bound, weights 0 among them."""
+    """Lists of (ratio, advantage, weight), with ratios on both sides of every bound and weights of 0."""
     return st.lists(st.tuples(ratios(), advantages(**kwargs), weights()), min_size=min_size, max_size=max_size)
 
 
 def ratios():
-    """Importance ratios, exactly 1 and far outside among them."""
+    """Importance ratios, including exactly 1 and values far outside of the bounds."""
     return st.one_of(st.just(1.0), st.floats(0.3, 4.0), st.floats(1e-6, 1e4))
 
 
@@ -43,7 +43,7 @@ def advantages(signs=(-1, 0, 1)):
 
 
 def weights():
-    """A token's weight: masked, one, or one over its response's length."""
+    """Weights of tokens: 0 (masked), 1, or 1 / length of the response."""
     return st.one_of(st.just(0.0), st.just(1.0), st.integers(1, 50).map(lambda length: 1 / length))
 
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's own command on a machine without CUDA: the CPU backend in every process, and nothing else of ours."""
+"""Runs OpenRLHF's own command without CUDA: with our CPU backend in every process, and nothing else of ours."""
 
 import runpy
 import sys

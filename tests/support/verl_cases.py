@@ -64,7 +64,7 @@ def directory(tmp_path_factory):
 
 
 def make_batch(directory) -> dict[str, torch.Tensor]:
-    """Samples with responses of 1 to 10 tokens, whose behaviour policy is not far from the model."""
+    """Samples with responses of 1 to 10 tokens, whose behavior policy is close to the model."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 16, (NUM_SAMPLES, 6), generator=generator)
     mask = (torch.arange(10) < torch.randint(1, 11, (NUM_SAMPLES, 1), generator=generator)).long()

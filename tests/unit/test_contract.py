@@ -1,13 +1,15 @@
 """Every upstream name and signature that our seams rely on exists in the installed OpenRLHF, DeepSpeed and vLLM.
 
-Read from their source: in memory our own functions already stand in the seams.
+They are read from the source files, because in memory our functions have already replaced them.
 """
 
 import ast
 import importlib.util
 import inspect
 import re
+import subprocess
 
+import pipeline
 import pytest
 
 # (module, name in it, parameters that we pass or override, in order where it matters)
@@ -184,6 +186,11 @@ SOURCES = [
     ("deepspeed.runtime.engine", "managed_gradient_accumulation", "dynamic batch"),
     ("deepspeed.runtime.engine", "self.global_steps += 1", "staleness in optimizer steps"),
     ("openrlhf.trainer.ppo_trainer", "status = self.ppo_train(global_step)", "the count of optimizer steps"),
+    (
+        "openrlhf.trainer.ppo_trainer",
+        'status["timing/step_total"] = sum(v for k, v in status.items() if k.startswith("timing/"))',
+        "our timings are counted once",
+    ),
     ("openrlhf.models.actor", 'setattr(output, "entropy", entropy[:, :-1])', "the entropy of --bapo.dump_tokens"),
     ("openrlhf.trainer.ray.ppo_actor", "self.checkpoint_states = states", "the steps of --bapo.dump_tokens"),
     ("openrlhf.trainer.ppo_trainer", "run_actor = global_steps > self.args.critic.freezing_steps", "the same"),
@@ -198,7 +205,7 @@ def source(module: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), CALLABLES)
-def test_a_name_we_rely_on_is_there_with_its_parameters(module, name, parameters):
+def test_a_name_that_we_rely_on_exists_with_its_parameters(module, name, parameters):
     scope = ast.parse(source(module))
     for part in name.split("."):
         named = [node for node in scope.body if getattr(node, "name", None) == part]
@@ -225,3 +232,22 @@ def test_policy_loss_keeps_every_argument_under_its_own_name():
 def test_the_log_lines_that_progress_reads_are_still_written():
     for module in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
         assert re.search(r'f"[^"]*Global step \{global_step\}: \{log_status\}"', source(module)), module
+
+
+@pytest.mark.parametrize(
+    ("ours", "module", "name"),
+    [
+        ("actor_trainer.BapoActorTrainer", "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer"),
+        ("experience.OffPolicyExperience", "openrlhf.trainer.ppo_utils.experience", "Experience"),
+    ],
+)
+def test_our_parts_are_registered_also_where_our_module_is_imported_before_openrlhfs(ours, module, name):
+    """Ray's processes unpickle objects of ours before they import OpenRLHF."""
+    file, our_name = ours.split(".")
+    code = f"""
+from openrlhf_bapo.openrlhf.registration import register
+register()
+import openrlhf_bapo.openrlhf.{file} as ours, {module} as upstream
+assert upstream.{name} is ours.{our_name}
+"""
+    subprocess.run([pipeline.warm_python(), "-c", code], check=True, timeout=120)

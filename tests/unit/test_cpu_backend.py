@@ -1,4 +1,4 @@
-"""The CPU backend: flash_attn's padding helpers, gathers that are complete, and what must not change for others."""
+"""The CPU backend: flash_attn's padding helpers, complete gathers, and no changes where they do not belong."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ def test_unpad_and_pad_are_inverse_and_keep_the_order_of_tokens(lengths, left_pa
 
 
 @without_cuda
-def test_libraries_still_hear_that_flash_attn_is_not_there():
+def test_libraries_still_find_no_flash_attn_package():
     assert importlib.util.find_spec("flash_attn") is None
     assert not is_flash_attn_2_available()
 
@@ -62,7 +62,7 @@ def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_re
 
 
 @without_cuda
-def test_the_users_environment_wins():
+def test_variables_that_the_user_has_set_keep_their_values():
     code = (
         "import os, openrlhf_bapo.openrlhf, torch;"
         "print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['DS_ACCELERATOR'])"

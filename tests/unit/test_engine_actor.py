@@ -1,4 +1,4 @@
-"""The rollout engine actor: OpenRLHF's class with our methods, over vLLM's front end without its engine process."""
+"""The rollout engine actor: OpenRLHF's class with our methods, and vLLM's front end without its engine process."""
 
 import asyncio
 from argparse import Namespace
@@ -17,7 +17,7 @@ class EngineCore:
 
 
 def make_actor():
-    """An actor as Ray makes it, but for its engine process."""
+    """Make an actor as Ray does, without its engine process."""
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -35,7 +35,7 @@ def make_actor():
 
 
 def begin(actor, name: str, tokens: list[int]):
-    """A request that has made `tokens`; where its outputs arrive."""
+    """Start a request that has generated `tokens`, and return the collector of its outputs."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -68,7 +68,7 @@ def test_stop_growing_ends_every_request_with_the_tokens_that_it_has():
 @pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])
 @pytest.mark.parametrize("by_name", [True, False])
 @given(num_parameters=st.lists(st.integers(1, 4), max_size=4))
-def test_a_policy_version_is_a_whole_weight_update_however_many_parameters_it_has(method, by_name, num_parameters):
+def test_the_policy_version_counts_whole_weight_updates_and_not_parameters(method, by_name, num_parameters):
     actor, others = make_actor(), ["handles"] if method == "update_weight_cuda_ipc" else []
 
     async def load(number: int, is_last: bool) -> None:
@@ -85,10 +85,10 @@ def test_a_policy_version_is_a_whole_weight_update_however_many_parameters_it_ha
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
 def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
-    from openrlhf_bapo.openrlhf.vllm_engine import _SEGMENTS, VersionedEngine
+    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
     class Engine:
-        """Loads some updates, then yields some tokens more, and so on."""
+        """Alternately loads weight updates and yields further tokens."""
 
         async def generate(self, *_, **__):
             num_tokens = 0
@@ -98,11 +98,11 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
                 yield Namespace(outputs=[Namespace(token_ids=[0] * num_tokens)])
 
     async def generate() -> list[list[int]]:
-        segments = []
-        _SEGMENTS.set(segments)
+        response = _CurrentResponse()
+        _RESPONSE.set(response)
         async for _ in versioned.generate([], Namespace()):
             pass
-        return segments
+        return response.versions
 
     versioned, expected, version = VersionedEngine(Engine()), [], 0
     for num_updates, num_new in pieces:

@@ -1,7 +1,7 @@
-"""From generated samples to what the actors train on: denominators, staleness, and the replayed groups' share.
+"""From generated samples to training batches: the ratio's denominators, staleness, and replayed groups.
 
-OpenRLHF's RemoteExperienceMaker does its own work here on samples from our SamplesGenerator; what Ray would carry
-between processes stays in this one, and the actor's forward pass is `recomputed`.
+OpenRLHF's RemoteExperienceMaker is real and gets samples from our SamplesGenerator. Everything runs in this process
+without Ray, and `recomputed` stands for the actor's forward pass.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from openrlhf_bapo.core.replay_pool import ReplayConfig
 
 
 def recomputed(sequences: torch.Tensor, action_mask: torch.Tensor, **_) -> torch.Tensor:
-    """The actor's log-probs, [batch, actions]: a function of the token, so that every token's can be foretold."""
+    """The actor's log-probs, [batch, actions]: a function of the token, so that tests can compute them."""
     return -sequences[:, 1:].float() / 100
 
 
@@ -40,7 +40,7 @@ NUM_SAMPLES = 4
 
 
 def make_maker(directory, **flags):
-    """Our experience maker as OpenRLHF's trainer builds it: 4 prompts x 4 samples, optimizer steps of 8."""
+    """Build our experience maker as OpenRLHF's trainer does: 4 prompts x 4 samples, optimizer steps of 8 samples."""
     from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
     from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
@@ -72,7 +72,7 @@ def generated(maker, responses: list[dict]) -> list:
 
 
 def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
-    """A whole rollout: lengths 1 to 4 and rewards 0 to 3 within a group; its prompt's number is the label."""
+    """A whole rollout. Each group has lengths 1 to 4 and rewards 0 to 3, and the number of its prompt as the label."""
     return [
         sample
         for prompt in range(num_prompts)
@@ -94,7 +94,7 @@ def joined(batches) -> list:
 
 
 def tokens_of(experience, name: str) -> list[float]:
-    """A field's values at the action tokens."""
+    """The values of a field at the action tokens."""
     return getattr(experience, name)[experience.action_mask > 0].tolist()
 
 
@@ -113,7 +113,7 @@ RESPONSES = [
 TOKENS = [6, 7, 8, 6, 6, 7]
 
 
-def test_staleness_counts_versions_from_the_one_that_generated_the_token_to_the_one_that_trains(tmp_path):
+def test_staleness_is_the_number_of_versions_from_generation_to_training(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 13)
     maker.version_offset = 10  # a resumed run, whose engines count from 0 again
@@ -126,7 +126,7 @@ def test_staleness_counts_versions_from_the_one_that_generated_the_token_to_the_
         assert not getattr(experience, name)[elsewhere].any()
 
 
-def test_a_version_published_without_an_optimizer_step_is_no_optimizer_step_older(tmp_path):
+def test_a_version_published_without_an_optimizer_step_adds_to_staleness_but_not_to_optimizer_steps(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 3)
     maker.count_version()  # the critic alone was trained
@@ -135,7 +135,7 @@ def test_a_version_published_without_an_optimizer_step_is_no_optimizer_step_olde
     assert tokens_of(experience, "optimizer_steps") == [3, 0, 0, 0, 2 + 3, 2 + 3]
 
 
-def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_is_reported_where_fresh(tmp_path):
+def test_with_ratio_base_recomputed_the_denominator_is_the_actors_and_the_mismatch_of_fresh_tokens_is_logged(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
@@ -147,7 +147,7 @@ def test_with_recomputed_the_denominator_is_the_actors_and_the_engines_mismatch_
     assert maker.metrics() == {}
 
 
-def test_mixed_versions_is_the_fraction_of_the_responses_with_more_than_one(tmp_path):
+def test_mixed_versions_is_the_fraction_of_responses_with_more_than_one_version(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 3)
     mixed = [pipeline.response(3, version=[2, 3, 3]), pipeline.response(2, version=[1, 3])]
@@ -155,7 +155,7 @@ def test_mixed_versions_is_the_fraction_of_the_responses_with_more_than_one(tmp_
     assert maker.metrics() == {"offpolicy/mixed_versions": pytest.approx(2 / 3)}
 
 
-def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path):
+def test_with_ratio_base_rollout_the_denominator_is_the_engines_and_0_outside_the_mask(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
     publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
@@ -165,7 +165,7 @@ def test_with_rollout_the_denominator_is_the_engines_own_under_the_mask(tmp_path
     assert "offpolicy/engine_mismatch" in maker.metrics()
 
 
-def test_under_a_token_budget_tokens_of_older_versions_alone_have_the_engines_denominator(tmp_path):
+def test_under_a_token_budget_only_tokens_of_older_versions_have_the_engines_denominator(tmp_path):
     maker = make_maker(tmp_path, partial__token_budget=9)
     publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
@@ -175,7 +175,7 @@ def test_under_a_token_budget_tokens_of_older_versions_alone_have_the_engines_de
     assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
 
 
-def test_what_a_rollout_reports_is_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
+def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
     from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
 
     maker = make_maker(tmp_path, partial__token_budget=9)
@@ -186,7 +186,7 @@ def test_what_a_rollout_reports_is_logged_once_and_its_unfinished_responses_are_
     assert maker.metrics()["partial/taken"] == 4 and "partial/taken" not in maker.metrics()
 
 
-def test_an_agent_without_log_probs_is_refused_where_they_are_the_denominator_only(tmp_path):
+def test_an_agent_without_log_probs_is_refused_only_if_they_are_the_denominator(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
     with pytest.raises(ValueError, match="--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):
         experience_of(maker, [pipeline.response(3)] * 3)
@@ -195,14 +195,14 @@ def test_an_agent_without_log_probs_is_refused_where_they_are_the_denominator_on
     assert maker.metrics() == {"offpolicy/mixed_versions": 0}
 
 
-def test_without_a_fresh_token_there_is_no_mismatch_to_report(tmp_path):
+def test_without_fresh_tokens_no_engine_mismatch_is_logged(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 9)
     experience_of(maker, RESPONSES)
     assert "offpolicy/engine_mismatch" not in maker.metrics()
 
 
-def test_without_an_off_policy_feature_experience_is_openrlhfs(tmp_path):
+def test_without_an_off_policy_feature_the_experience_is_openrlhfs_own(tmp_path):
     maker = make_maker(tmp_path, policy_loss="ppo")
     experience = experience_of(maker, RESPONSES)
     assert experience.versions is experience.staleness is experience.optimizer_steps is None and maker.metrics() == {}
@@ -213,21 +213,21 @@ def test_without_an_off_policy_feature_experience_is_openrlhfs(tmp_path):
 # ---- replay ----
 
 
-def test_without_replay_a_training_step_has_the_fresh_samples(tmp_path):
+def test_without_replay_a_training_step_has_only_the_fresh_samples(tmp_path):
     maker = make_maker(tmp_path)
     batches = maker.make_experience_batch(rollout(maker))
     assert maker.pool is None and maker.fresh is batches
     assert sum(len(batch.sequences) for batch in batches) == 16
 
 
-def test_the_pool_has_the_flags_settings(tmp_path):
+def test_the_pool_has_the_settings_of_the_flags(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
     assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
     assert (maker.policy_version, maker.version_offset, maker.unfinished) == (0, 0, None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_path, dynamic):
+def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, dynamic):
     flags = dict(train__dynamic_batch_enable=True, rollout__max_tokens_per_gpu=16) if dynamic else {}
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__strategy="oldest", **flags)
     (first,) = maker.make_experience_batch(rollout(maker))
@@ -255,11 +255,11 @@ def test_a_replayed_group_joins_the_next_rollout_whole_and_as_it_was_made(tmp_pa
     metrics = maker.metrics()
     assert (metrics["replay/groups_sampled"], metrics["replay/groups_exhausted"]) == (2, 2)
     assert metrics["replay/samples_dropped"] == 0
-    assert [len(batch.sequences) for batch in maker.fresh] != [24]  # statistics describe the rollout alone
+    assert [len(batch.sequences) for batch in maker.fresh] != [24]  # the statistics are those of the rollout
     assert sum(len(batch.sequences) for batch in maker.fresh) == 16
 
 
-def test_a_replayed_sample_comes_back_as_it_was_made_but_for_its_age(tmp_path):
+def test_a_replayed_sample_is_unchanged_except_for_its_age(tmp_path):
     from openrlhf_bapo.openrlhf.experience_maker import _to_group
 
     made = pipeline.make_experience([3, 5], seed=1)
@@ -322,7 +322,7 @@ def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_step
     assert maker.metrics()["replay/groups_sampled"] == num_replayed
 
 
-def test_a_reward_that_logs_more_or_less_than_it_did_is_logged_where_all_samples_know_it(tmp_path):
+def test_only_names_that_the_reward_logs_for_all_samples_are_logged(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1)
     for version, logs in enumerate(({"old": 1.0, "both": 2.0}, {"both": 3.0, "new": 4.0})):
         publish(maker, version)
@@ -336,7 +336,7 @@ def test_a_reward_that_logs_more_or_less_than_it_did_is_logged_where_all_samples
     assert {"old", "new"}.isdisjoint(batch.info) and sorted(batch.info["both"]) == [2.0] * 16 + [3.0] * 16
 
 
-def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
+def test_expired_groups_are_not_drawn(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     maker.make_experience_batch(rollout(maker))
     publish(maker, 2)
@@ -345,7 +345,7 @@ def test_groups_that_are_too_old_are_neither_drawn_nor_counted_on(tmp_path):
     assert maker.metrics()["replay/groups_expired"] == 4
 
 
-def test_groups_that_are_too_old_make_no_room_for_others(tmp_path):
+def test_expired_groups_do_not_count_when_whole_optimizer_steps_are_planned(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     publish(maker, 1)
     maker.make_experience_batch([*rollout(maker, 3, version=0), *rollout(maker, 1, version=1)])
@@ -358,7 +358,7 @@ def test_groups_that_are_too_old_make_no_room_for_others(tmp_path):
     assert (metrics["replay/groups_expired"], metrics["replay/groups_sampled"]) == (3, 0)
 
 
-def test_a_last_rollout_too_short_for_a_replayed_group_has_none(tmp_path):
+def test_a_last_rollout_that_is_too_short_for_a_replayed_group_gets_none(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.25, rollout__batch_size=8)
     maker.make_experience_batch(rollout(maker, 8))
     (batch,) = maker.make_experience_batch(rollout(maker, 1))  # a quarter of a group, and half an optimizer step
@@ -373,7 +373,7 @@ def test_ranks_that_share_a_sequence_count_as_one(tmp_path):
     assert len(batch.sequences) == 16
 
 
-def test_every_rank_gets_as_many_samples_and_none_is_lost_or_doubled(tmp_path):
+def test_all_ranks_get_the_same_number_of_samples_and_no_sample_is_lost_or_doubled(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, actor__num_gpus_per_node=2)
     maker.make_experience_batch(rollout(maker))
     maker.metrics()
@@ -395,7 +395,7 @@ def test_every_rank_gets_as_many_samples_and_none_is_lost_or_doubled(tmp_path):
         (dict(train__dynamic_batch_enable=True), 3, [9], 3),  # whole optimizer steps of 6
     ],
 )
-def test_the_rest_of_a_short_rollout_that_fills_no_step_is_counted(
+def test_samples_of_a_short_rollout_that_fill_no_step_are_counted_as_dropped(
     tmp_path, flags, num_prompts, num_samples, num_dropped
 ):
     sizes = dict(rollout__n_samples_per_prompt=3, rollout__batch_size=4, train__batch_size=12)
@@ -421,7 +421,7 @@ def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
 # ---- checkpoints ----
 
 
-def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_path):
+def test_the_pools_are_written_before_openrlhfs_checkpoint_and_removed_with_it(tmp_path):
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, remove_pruned
     from openrlhf_bapo.openrlhf.trainer import _save_pools_first
 
@@ -460,7 +460,7 @@ def test_the_pools_are_written_before_openrlhfs_checkpoint_and_go_with_it(tmp_pa
 
 
 @pytest.mark.parametrize(("module", "name"), [("ppo_trainer", "PPOTrainer"), ("ppo_trainer_async", "TrainingActor")])
-def test_pools_of_checkpoints_that_a_best_one_has_pushed_out_go_at_once(tmp_path, module, name):
+def test_pools_of_checkpoints_that_a_best_checkpoint_replaced_are_removed_at_once(tmp_path, module, name):
     trainer = getattr(importlib.import_module(f"openrlhf.trainer.{module}"), name)
     for folder in ("_actor/best_global_step4", "_replay/best_global_step4", "_replay/best_global_step2"):
         (tmp_path / folder).mkdir(parents=True)
@@ -469,7 +469,7 @@ def test_pools_of_checkpoints_that_a_best_one_has_pushed_out_go_at_once(tmp_path
     assert [path.name for path in (tmp_path / "_replay").iterdir()] == ["best_global_step4"]
 
 
-def test_a_run_resumes_the_newest_checkpoint_for_which_everything_is_whole_and_says_so(tmp_path, capsys):
+def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_says_so(tmp_path, capsys):
     from openrlhf_bapo.command.arguments import parse
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
 

@@ -9,7 +9,7 @@ import torch
 from reference import contributions, search
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.openrlhf.trainer import _with_replayed_steps_in_the_seeds_order
+from openrlhf_bapo.openrlhf.trainer import _with_seeded_order_and_replayed_steps
 
 LENGTHS = [3, 5, 2, 7, 1, 4, 6, 2]
 POSITIVE = [True, False] * 4
@@ -127,7 +127,7 @@ def test_log_probs_are_of_the_distribution_that_is_sampled_from_at_rollout_tempe
     (result,) = one_update(directory, STALENESS, LOG_RATIOS, rollout__temperature=0.6)
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).eval()
     for sample, log_ratio, found in zip(
-        stale_samples(STALENESS, LOG_RATIOS), LOG_RATIOS, result["behaviour_log_probs"], strict=True
+        stale_samples(STALENESS, LOG_RATIOS), LOG_RATIOS, result["behavior_log_probs"], strict=True
     ):
         with torch.no_grad():
             log_probs = (model(sample.sequences).logits[:, :-1] / 0.6).log_softmax(-1)
@@ -199,7 +199,7 @@ def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(direc
     (result,) = one_update(directory, STALENESS, LOG_RATIOS, bapo__token_weight="rollout_prob")
     probabilities = [
         log_probs[0, -length:].exp().tolist()
-        for log_probs, length in zip(result["behaviour_log_probs"], LENGTHS, strict=True)
+        for log_probs, length in zip(result["behavior_log_probs"], LENGTHS, strict=True)
     ]
     found = result["searches"][0]["initial_share"]
     assert found == pytest.approx(share(tokens(weights=probabilities)), rel=1e-4)
@@ -244,7 +244,7 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5), train=Namespace(seed=0))
     prompts = Namespace(sampler=Namespace(generator=torch.Generator()))
-    prepare = _with_replayed_steps_in_the_seeds_order(lambda strategy, tokenizer: (prompts, "evaluation", 100))
+    prepare = _with_seeded_order_and_replayed_steps(lambda strategy, tokenizer: (prompts, "evaluation", 100))
     assert prepare(Namespace(args=args), None) == (prompts, "evaluation", 150)
 
 

@@ -1,4 +1,4 @@
-"""What stale tokens do to an update: the tally and its metrics against a plain loop over the tokens."""
+"""Off-policy metrics: the tally and its metrics compared with a plain loop over the tokens."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ lowers, uppers = st.floats(0.05, 1.0), st.floats(1.0, 4.0)
 
 
 def stalenesses():
-    """Staleness in versions, every edge and far beyond the last among them."""
+    """Staleness in versions, including every bucket's edges and a value far above the last one."""
     return st.one_of(st.sampled_from([0, 1, 2, 3, 4, 7, 8, 100]), st.integers(0, 10))
 
 
@@ -34,15 +34,16 @@ def stale_tokens(min_size=0, mask=None):
     )
 
 
-# Every bucket with tokens of both signs and of none, in and out of the bounds 0.8 and 1.2.
+# Tokens in every bucket, with positive, negative and zero advantage, inside and outside of the bounds 0.8 and 1.2.
 OF_EVERY_KIND = [
     (ratio, advantage, weight, age, 8 * age + 3)
     for age in (0, 1, 2, 3, 4, 7, 8, 100)
     for ratio in (0.5, 0.7, 1.0, 1.5 + age)
     for advantage in (-2.0, -0.3, -0.3, 0.0, 0.3, 2.0)
     for weight in (0.0, 0.25)
-] + [(ratio, 0.0, 1.0, 0, 2) for ratio in (0.1, 9.0)] * 3  # of no side, whatever their ratio
-OF_EVERY_KIND += [(0.5, -0.5, 1.0, 0, 0), (1.5, 0.5, 1.0, 0, 0)] * 2  # small ones are outside more often
+] + [(ratio, 0.0, 1.0, 0, 2) for ratio in (0.1, 9.0)] * 3  # count on neither side
+# Tokens outside of the bounds get smaller advantages on average, so that counting and weighing them differ.
+OF_EVERY_KIND += [(0.5, -0.5, 1.0, 0, 0), (1.5, 0.5, 1.0, 0, 0)] * 2
 
 
 def as_tensors(token_list, dtype=torch.float64) -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def metrics_of(token_list, lower=0.8, upper=1.2) -> dict[str, float]:
 
 
 def expected_metrics(token_list, lower, upper) -> dict[str, float]:
-    """`offpolicy_metrics` as it is defined, token by token."""
+    """Compute `offpolicy_metrics` by its definition, token by token."""
     everything = [token for token in token_list if token[2] > 0]
     found = {}
     for suffix, (first, last) in {"": (0, math.inf), **{f"/staleness_{k}": span for k, span in SPANS.items()}}.items():
@@ -111,7 +112,7 @@ def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
 
 
 @given(stale_tokens(min_size=1, mask=st.just(1.0)))
-def test_effective_sample_size_lies_above_zero_and_at_most_at_one(token_list):
+def test_effective_sample_size_is_above_zero_and_at_most_one(token_list):
     sizes = [value for name, value in metrics_of(token_list).items() if name.startswith("offpolicy/ess")]
     assert sizes and all(0 < size <= 1 + 1e-12 for size in sizes)
 
@@ -128,7 +129,7 @@ def test_token_fractions_of_the_buckets_add_up_to_one(token_list):
     assert sum(value for name, value in found.items() if "token_frac" in name) == pytest.approx(1)
 
 
-def test_the_buckets_begin_where_their_labels_say():
+def test_the_labels_of_the_buckets_match_their_edges():
     assert {label: first for label, (first, _) in SPANS.items()} == STALENESS_BUCKETS
 
 
@@ -165,7 +166,7 @@ def test_a_tally_is_made_without_reading_a_value_on_the_host():
     assert (tally.sums.shape, tally.maxima.shape) == ((len(STALENESS_BUCKETS), 9), (len(STALENESS_BUCKETS), 3))
 
 
-def test_a_tally_of_ratios_with_a_gradient_has_none():
+def test_a_tally_of_ratios_with_a_gradient_has_no_gradient():
     ratio = torch.ones(3, requires_grad=True)
     tally = tally_offpolicy(ratio, *torch.ones(2, 3), *torch.zeros(2, 3, dtype=torch.int64), 0.8, 1.2)
     assert not tally.sums.requires_grad and not tally.maxima.requires_grad
@@ -185,9 +186,9 @@ def test_every_rank_of_a_group_has_the_metrics_of_all_its_tokens(tmp_path):
         assert found == pytest.approx(metrics_of(OF_EVERY_KIND))
 
 
-def test_without_a_token_there_is_no_metric():
+def test_without_tokens_there_are_no_metrics():
     assert metrics_of([]) == metrics_of([(1.0, 1.0, 0.0, 3, 5)]) == {}
 
 
-def test_ratios_that_all_vanished_leave_an_effective_sample_size_of_zero():
+def test_ratios_that_are_all_zero_give_an_effective_sample_size_of_zero():
     assert metrics_of([(0.0, 1.0, 1.0, 2, 5)] * 3)["offpolicy/ess"] == 0

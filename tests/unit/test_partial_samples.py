@@ -1,7 +1,7 @@
-"""Rollouts under a token budget: what is handed over, in which order, and that no prompt is lost on the way.
+"""Rollouts under a token budget: which groups are handed over, in which order, and that no prompt is lost.
 
-Our samples generator, our part of the engine actor, OpenRLHF's executor with its reward, and its data loader do their
-own work here. What Ray would carry between processes stays in this one, and vLLM is `ScriptedEngine`.
+Our samples generator, our methods of the engine actor, OpenRLHF's executor with its reward, and its data loader are
+real. All of them run in this process without Ray, and `ScriptedEngine` stands for vLLM.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ NUM_SAMPLES = 3
 
 
 class ScriptedEngine:
-    """An engine actor whose vLLM writes "0123..." after each prompt, and ends a response where `lengths` says.
+    """An engine actor that generates "0123..." after each prompt, and ends each response at its length in `lengths`.
 
-    Work is done when it is asked for; `stop_growing` lets what was sent before end anywhere.
+    A call is executed when its result is requested. Calls sent before `stop_growing` then end after any token.
     """
 
     def __init__(self, directory, lengths) -> None:
@@ -33,7 +33,7 @@ class ScriptedEngine:
         under_way = Namespace(request_states={"under way": None})
         self.llm = Namespace(policy_version=0, output_processor=under_way, abort=self._abort)
         self.lengths, self.min_tokens, self.random = lengths, 1, random.Random(0)
-        self.is_stopping, self.num_generated, self.names, self.params = False, Counter(), [], []
+        self.is_stopping, self.num_generated, self.seed_names, self.params = False, Counter(), [], []
         names = (
             "grow_responses",
             "generate_responses",
@@ -78,9 +78,10 @@ class ScriptedEngine:
         return Ref(lambda: asyncio.run(grow_responses(self, **request)))
 
     async def generate(self, prompt_tokens: list[int], params, multi_modal_data=None) -> Namespace:
-        from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS
+        from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE
 
-        self.names.append(_NAME.get())
+        response = _RESPONSE.get()
+        self.seed_names.append(response.seed_name)
         self.params.append(params)
         assert params.max_tokens > 0 and params.logprobs == 1
         prompt, kept = prompt_tokens[:4], prompt_tokens[4:]
@@ -98,13 +99,13 @@ class ScriptedEngine:
                 reason = "stop"
                 break
         self.num_generated[tuple(prompt)] += len(tokens)
-        _SEGMENTS.get().append([self.llm.policy_version] * len(tokens))
+        response.versions.append([self.llm.policy_version] * len(tokens))
         log_probs = [{token: Namespace(logprob=-0.25 - self.llm.policy_version)} for token in tokens]
         return Namespace(outputs=[Namespace(token_ids=tokens, logprobs=log_probs, finish_reason=reason)])
 
 
 class Ref:
-    """A reference to work that is done when its result is asked for."""
+    """A reference to a call that is executed when its result is requested."""
 
     def __init__(self, work) -> None:
         self.work = work
@@ -139,8 +140,10 @@ def without_ray(monkeypatch):
 
 
 def make_generator(directory, num_prompts=20, lengths=None, num_engines=2, **flags):
-    """Our samples generator with `num_prompts` prompts; a response has the length of its prompt's first digit, or of
-    `lengths`, which has one a prompt."""
+    """Make our samples generator with `num_prompts` prompts.
+
+    The responses to prompt n have `lengths[n]` tokens, by default 1 + n % 10.
+    """
     from openrlhf.datasets import PromptDataset
     from torchdata.stateful_dataloader import StatefulDataLoader
     from transformers import AutoTokenizer
@@ -177,7 +180,7 @@ def publish(generator) -> None:
 
 
 def rollouts(generator, then=lambda batch: None):
-    """The batches of an episode; each is trained on and published before the next."""
+    """Yield the batches of an episode. Weights are published after each of them."""
     while True:
         samples, _, _, is_exhausted = generator.generate_samples(**GENERATE)
         yield samples
@@ -187,13 +190,13 @@ def rollouts(generator, then=lambda batch: None):
 
 
 def labels(samples) -> list[int]:
-    """One a group, whose samples stand together."""
+    """Return one label per group, and assert that the samples of a group are next to each other."""
     found = [int(sample.labels[0]) for sample in samples]
     assert found == [label for label in found[::NUM_SAMPLES] for _ in range(NUM_SAMPLES)]
     return found[::NUM_SAMPLES]
 
 
-def test_every_prompt_of_an_episode_is_trained_on_once_whole_and_in_full_batches(directory):
+def test_every_prompt_of_an_episode_is_trained_on_once_with_whole_responses_in_full_batches(directory):
     generator = make_generator(directory)
     for _ in range(2):  # episodes
         batches = list(rollouts(generator))
@@ -205,10 +208,10 @@ def test_every_prompt_of_an_episode_is_trained_on_once_whole_and_in_full_batches
             assert tokens == [3 + n for n in range(length - 1)] + [pipeline.EOS]
             assert sample.action_mask[0, 3:].tolist() == [1] * length
             assert sample.response_length.item() == length and not sample.truncated.item()
-            # The reward is of the whole response.
+            # The reward is that of the whole response.
             odd = sum(token - 3 in (1, 3, 5, 7, 9) for token in tokens if token >= 3)
             assert sample.rewards.item() == odd / 8
-            # Each log-prob is of its own token's version.
+            # Each log-prob is that of its token's version.
             versions = sample.versions[0, 3:]
             assert torch.equal(sample.rollout_log_probs[0, 3:], -0.25 - versions.float())
             assert versions.tolist() == sorted(versions.tolist())
@@ -217,7 +220,7 @@ def test_every_prompt_of_an_episode_is_trained_on_once_whole_and_in_full_batches
     assert sum(generated.values()) == 2 * NUM_SAMPLES * sum(1 + n % 10 for n in range(20))
 
 
-def test_unfinished_responses_go_on_before_new_prompts_start_and_short_ones_overtake(directory):
+def test_unfinished_responses_continue_in_later_rollouts_while_shorter_ones_are_handed_over_first(directory):
     generator = make_generator(directory, lengths=[16] + [2] * 19)
     batches = list(rollouts(generator))
     place = next(i for i, batch in enumerate(batches) if 0 in labels(batch))
@@ -226,7 +229,7 @@ def test_unfinished_responses_go_on_before_new_prompts_start_and_short_ones_over
     assert len(set(response.versions[0, 3:].tolist())) > 2
 
 
-def test_groups_in_flight_are_as_many_as_oversampling_asks_for(directory):
+def test_as_many_groups_are_in_flight_as_oversampling_asks_for(directory):
     generator = make_generator(directory, lengths=[9] * 20, partial__oversample=2.0)
     samples, _, num_prompts, _ = generator.generate_samples(**GENERATE)
     assert num_prompts == 8 and len(samples) == 4 * NUM_SAMPLES
@@ -235,21 +238,21 @@ def test_groups_in_flight_are_as_many_as_oversampling_asks_for(directory):
     assert samples.unfinished is generator.pool
 
 
-def test_a_rollout_that_has_its_groups_stops_what_still_grows_on_every_engine(directory):
+def test_a_rollout_with_enough_complete_groups_stops_the_other_responses_on_every_engine(directory):
     # 7 of the 8 groups in flight are complete after one token; the batch needs 4.
     flags = dict(partial__oversample=2.0, partial__token_budget=16, num_prompts=8)
     generator = make_generator(directory, lengths=[16] + [1] * 7, **flags)
     samples, *_ = generator.generate_samples(**GENERATE)
     assert len(samples) == 4 * NUM_SAMPLES
     assert all(engine.is_stopping for engine in generator.vllm_engines)
-    # The next rollout's requests are not stopped by it: what was cut goes on and ends by itself.
+    # The next rollout's requests are not stopped: responses that were cut continue and end by themselves.
     publish(generator)
     last, *_ = generator.generate_samples(**GENERATE)
     assert sorted(labels(samples) + labels(last)) == list(range(8))
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_every_rollout_is_trained_on_as_many_rollouts_later_as_the_lag_says(directory, lag):
+def test_with_a_lag_every_rollout_is_trained_on_that_many_rollouts_later(directory, lag):
     generator = make_generator(directory, offpolicy__lag=lag, partial__token_budget=None)
     trained, num_drawn, num_steps = [], [], 5
     for step in range(num_steps):
@@ -272,14 +275,14 @@ def test_a_response_never_grows_by_more_than_the_budget_in_one_rollout(directory
         assert 5 <= batch.metrics["partial/segments_max"]  # 14 tokens by 3
 
 
-def test_the_token_limit_counts_the_tokens_so_far(directory):
+def test_the_limit_on_new_tokens_counts_the_tokens_of_earlier_rollouts(directory):
     generator = make_generator(directory, lengths=[99] * 20)
     for batch in rollouts(generator):
         assert all(sample.response_length.item() == 16 and sample.truncated.item() for sample in batch)
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "finish"])
-def test_nothing_above_max_staleness_is_handed_over_and_every_prompt_is_counted(directory, on_stale):
+def test_no_group_above_max_staleness_is_handed_over_and_every_prompt_is_counted(directory, on_stale):
     flags = dict(partial__max_staleness=1, partial__on_stale=on_stale, partial__token_budget=1)
     generator = make_generator(directory, lengths=[14, 16] * 4 + [1] * 12, **flags)
     counts, trained = Counter(), []
@@ -301,7 +304,7 @@ SAMPLING = dict(temperature=0.6, top_p=0.9, top_k=7, skip_special_tokens=True)
 
 
 def sampled_from(generator) -> list[dict]:
-    """The sampling parameters of the engines' requests so far, each once, without limits on the number of tokens."""
+    """The distinct sampling parameters of the engines' requests so far, without the limits on the number of tokens."""
     found = []
     for params in (params for engine in generator.vllm_engines for params in engine.params):
         names = set(params.__struct_fields__) - {"max_tokens", "min_tokens"}
@@ -311,7 +314,7 @@ def sampled_from(generator) -> list[dict]:
 
 
 @pytest.mark.parametrize("flags", [dict(partial__token_budget=3), dict(partial__token_budget=0, offpolicy__lag=1)])
-def test_the_engines_sample_under_a_budget_and_with_a_lag_as_in_a_plain_rollout(directory, flags):
+def test_the_sampling_parameters_with_a_budget_or_a_lag_are_those_of_a_plain_rollout(directory, flags):
     plain = make_generator(directory, partial__token_budget=0, replay__ratio=1)
     plain.generate_samples(**GENERATE, **SAMPLING)
     (expected,) = sampled_from(plain)
@@ -326,7 +329,7 @@ def test_the_engines_sample_under_a_budget_and_with_a_lag_as_in_a_plain_rollout(
 
 
 @pytest.mark.parametrize("budget", [0, 3])
-def test_the_engines_sample_an_evaluation_as_it_asks(directory, budget):
+def test_an_evaluation_is_sampled_with_its_own_parameters(directory, budget):
     generator = make_generator(directory, partial__token_budget=budget, replay__ratio=1)
     generator.eval_dataloader = generator.prompts_dataloader
     generator.generate_eval_samples(**GENERATE, **SAMPLING | dict(temperature=0.3), n_samples_per_prompt=2)
@@ -334,7 +337,7 @@ def test_the_engines_sample_an_evaluation_as_it_asks(directory, budget):
     assert found.items() >= (SAMPLING | dict(temperature=0.3)).items()
 
 
-def test_a_finished_response_is_truncated_and_has_the_reward_of_what_there_is(directory):
+def test_a_finished_response_is_truncated_and_has_the_reward_of_its_tokens_so_far(directory):
     flags = dict(partial__max_segments=2, partial__on_stale="finish")
     generator = make_generator(directory, lengths=[12] * 4, num_prompts=4, **flags)
     (batch,) = rollouts(generator)
@@ -364,7 +367,7 @@ def test_filtered_groups_are_replaced_and_counted(directory):
     assert counts["partial/started"] == 20
 
 
-def test_a_tail_that_makes_no_whole_micro_batches_is_counted(directory):
+def test_groups_at_the_end_of_the_data_that_fill_no_micro_batch_are_counted_as_left_over(directory):
     generator = make_generator(directory, num_prompts=7, train__micro_batch_size=2)
     first, last = rollouts(generator)
     assert (len(first), len(last)) == (12, 6)
@@ -402,7 +405,7 @@ def test_a_run_resumed_at_any_step_trains_on_every_prompt_once(
     assert sorted(label for batch in rollouts(resumed) for label in labels(batch)) == list(range(9))
 
 
-def test_evaluation_has_no_budget_and_leaves_unfinished_responses_alone(directory):
+def test_an_evaluation_has_no_budget_and_does_not_change_unfinished_responses(directory):
     generator = make_generator(directory, lengths=[13] * 20)
     generator.generate_samples(**GENERATE)
     held = {group.key: group.num_tokens for group in generator.pool.unfinished + generator.pool.complete}
@@ -415,7 +418,7 @@ def test_evaluation_has_no_budget_and_leaves_unfinished_responses_alone(director
 
 
 def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
-    """Flags of a run that resumes a checkpoint with the generator's unfinished responses."""
+    """Save the generator's unfinished responses with a checkpoint, and return the flags of a run that resumes it."""
     from openrlhf_bapo.openrlhf.replay_checkpoint import _partial_fingerprint
 
     (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
@@ -425,7 +428,7 @@ def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
     return pipeline.flags(directory, policy_loss="bapo", ckpt__load_enable=True, ckpt__path=directory / "ckpt", **sizes)
 
 
-def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_path_factory):
+def test_the_versions_of_loaded_responses_are_shifted_to_the_resumed_engines_count(directory, tmp_path_factory):
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_unfinished
 
     generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
@@ -436,11 +439,11 @@ def test_versions_are_counted_on_as_a_resumed_runs_engines_count(directory, tmp_
     pool, loaded = load_unfinished(pipeline.parse([*flags, "--partial.token_budget", "5"]))
     assert loaded == state and len(pool) == len(generator.pool) > 0
     # 1 + 7 is version 8; the resumed weights are version 9 and their engines' first.
-    kept = [r.tensors["versions"] for group in pool.unfinished + pool.complete for r in group.responses]
+    kept = [r.versions for group in pool.unfinished + pool.complete for r in group.responses]
     assert set(torch.cat(kept).tolist()) == {8 - (9 - 1)}
 
 
-def test_unfinished_responses_that_a_resumed_run_would_lose_end_it_in_one_line(directory, capsys):
+def test_a_resume_that_would_lose_unfinished_responses_is_refused_in_one_line(directory, capsys):
     generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
     generator.generate_samples(**GENERATE)
     flags = saved_beside_a_checkpoint(directory, generator, {"policy_version": 1, "version_offset": 0})

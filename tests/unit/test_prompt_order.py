@@ -1,4 +1,4 @@
-"""The order of prompts and samples, and the samples' seeds, follow --train.seed; a resumed run goes on in them."""
+"""The order of prompts and samples and the samples' seeds follow from --train.seed, also after a resume."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ NUM_PROMPTS = 50
 
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory):
-    """Makes the loader of a run's prompts, as OpenRLHF's trainers do."""
+    """A function that makes the loader of a run's prompts as OpenRLHF's trainers do."""
     directory = pipeline.make_model(tmp_path_factory.mktemp("order"))
     with open(directory / "train.jsonl", "w") as file:
         file.writelines(json.dumps({"input": str(n), "label": ""}) + "\n" for n in range(NUM_PROMPTS))
@@ -35,7 +35,7 @@ def order(loader) -> list[str]:
     return [prompts[0] for _, prompts, _, _ in loader]
 
 
-def test_one_seed_is_one_order_in_every_episode_another_and_another_seed_is_another(loader):
+def test_the_order_of_prompts_follows_from_the_seed_and_differs_between_episodes_and_seeds(loader):
     first, again = loader(7), loader(7)
     episodes = [order(first), order(first)]
     assert episodes == [order(again), order(again)]
@@ -43,7 +43,7 @@ def test_one_seed_is_one_order_in_every_episode_another_and_another_seed_is_anot
     assert len({tuple(o) for o in [*episodes, order(loader(8)), [str(n) for n in range(NUM_PROMPTS)]]}) == 4
 
 
-def test_a_resumed_run_goes_on_with_the_order_of_the_unbroken_one_in_the_next_episode_too(loader):
+def test_a_resumed_run_continues_with_the_order_of_the_unbroken_run_also_in_the_next_episode(loader):
     unbroken, resumed = loader(7), loader(7)
     order(unbroken)
     iterator = iter(unbroken)
@@ -57,17 +57,17 @@ def test_a_resumed_run_goes_on_with_the_order_of_the_unbroken_one_in_the_next_ep
 
 
 def requests(generator) -> list[str | None]:
-    """What names the requests' random numbers, of all since the last call."""
-    found = [name for engine in generator.vllm_engines for name in engine.names]
+    """The names that determine the seeds of all requests since the last call."""
+    found = [name for engine in generator.vllm_engines for name in engine.seed_names]
     for engine in generator.vllm_engines:
-        engine.names.clear()
+        engine.seed_names.clear()
     return found
 
 
 DETERMINISTIC = dict(partial__token_budget=0, train__full_determinism_enable=True, train__seed=7)
 
 
-def test_samples_are_in_their_prompts_order_whichever_is_there_first_and_named_by_their_place(tmp_path):
+def test_samples_are_in_the_order_of_their_prompts_and_their_seeds_follow_from_the_prompts_places(tmp_path):
     generator = make_generator(pipeline.make_model(tmp_path), **DETERMINISTIC)
     generator.prompts_dataloader = [([""], [f"{n:03}="], [str(n)], [None]) for n in range(20)]
     for step in range(5):
@@ -77,7 +77,7 @@ def test_samples_are_in_their_prompts_order_whichever_is_there_first_and_named_b
         assert sorted(requests(generator)) == sorted(f"7 {n} {i}" for n in places for i in range(NUM_SAMPLES))
 
 
-def test_an_evaluation_changes_no_name_and_has_names_of_its_own(tmp_path):
+def test_an_evaluation_has_its_own_seeds_and_does_not_change_those_of_training(tmp_path):
     generator = make_generator(pipeline.make_model(tmp_path), **DETERMINISTIC)
     generator.eval_dataloader = generator.prompts_dataloader
     named = []
@@ -90,13 +90,13 @@ def test_an_evaluation_changes_no_name_and_has_names_of_its_own(tmp_path):
     assert not set(named[0]) & set(named[1]) and all(len(names) == (4 + 2 * 20) * NUM_SAMPLES for names in named)
 
 
-def test_without_determinism_the_engines_own_random_numbers_are_used(tmp_path):
+def test_without_full_determinism_the_engines_own_random_numbers_are_used(tmp_path):
     generator = make_generator(pipeline.make_model(tmp_path), partial__token_budget=0)
     generator.generate_samples(**GENERATE)
     assert requests(generator) == [None] * 4 * NUM_SAMPLES
 
 
-def test_every_segment_of_every_response_has_a_name_of_its_own(tmp_path):
+def test_every_segment_of_every_response_has_its_own_seed(tmp_path):
     flags = DETERMINISTIC | dict(partial__token_budget=3)
     generator = make_generator(pipeline.make_model(tmp_path), lengths=[14] * 20, **flags)
     generator.generate_samples(**GENERATE)
@@ -106,8 +106,8 @@ def test_every_segment_of_every_response_has_a_name_of_its_own(tmp_path):
     }
 
 
-def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the_same():
-    from openrlhf_bapo.openrlhf.vllm_engine import _NAME, _SEGMENTS, VersionedEngine
+def test_every_call_of_every_response_has_its_own_seed_which_is_always_the_same():
+    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
     seeds = []
 
@@ -118,8 +118,7 @@ def test_every_call_of_every_named_response_has_a_seed_of_its_own_and_always_the
             yield
 
     async def call(name: str | None) -> None:
-        _NAME.set(name)
-        _SEGMENTS.set([])
+        _RESPONSE.set(_CurrentResponse(name))
         for _ in range(2):  # an agent's turns
             async for _ in VersionedEngine(Engine()).generate([], Namespace(seed=None), request_id=""):
                 pass

@@ -1,8 +1,6 @@
-"""The replay pool: its bounds against a plain-Python model, its draws, and what a save and a load keep."""
+"""The replay pool: its limits compared with a plain-Python model, its draws, saving and loading."""
 
-import json
 import math
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -14,19 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from openrlhf_bapo.core import replay_pool
-from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool, ReplayPoolError
+from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
+from openrlhf_bapo.core.saved_pool import SavedStateError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
-DISCARD = "or pass --replay.discard_saved to start without it"
 
 
 def make_group(
     uid: int = 0, versions=(0,), num_samples: int = 2, num_tokens: int = 4, advantage: float = 1.0, **fields
 ):
-    """A group whose first token is `uid`; the first sample's first tokens come from `versions`, the rest from newer."""
+    """Make a group whose first token is `uid`. The first sample starts with tokens of `versions`, others are newer."""
     samples = []
     for index in range(num_samples):
         token_versions = torch.full((num_tokens - 1,), max(versions) + index)
@@ -36,7 +33,7 @@ def make_group(
             {
                 "tokens": torch.arange(num_tokens) + uid,
                 "action_mask": torch.ones(num_tokens - 1, dtype=torch.bool),
-                "behaviour_log_probs": -torch.rand(num_tokens - 1, generator=torch.Generator().manual_seed(uid)),
+                "behavior_log_probs": -torch.rand(num_tokens - 1, generator=torch.Generator().manual_seed(uid)),
                 "versions": token_versions,
                 "advantages": torch.full((num_tokens - 1,), advantage * (-1) ** index),
             }
@@ -53,7 +50,7 @@ def uids(groups) -> list[int]:
 
 
 def identical(a: Group, b: Group) -> bool:
-    """Whether two groups agree in every field, name, dtype, shape and bit."""
+    """Return whether two groups agree in every field, name, dtype, shape and bit."""
     pairs = [(a.rewards, b.rewards)]
     for ours, theirs in zip(a.samples, b.samples, strict=True):
         if ours.keys() != theirs.keys():
@@ -62,7 +59,7 @@ def identical(a: Group, b: Group) -> bool:
     return (a.key, a.num_reused) == (b.key, b.num_reused) and all(
         x.dtype == y.dtype
         and x.shape == y.shape
-        # As bytes: NaN equals itself, and 0.0 differs from -0.0.
+        # As bytes, because NaN is not equal to itself and 0.0 is equal to -0.0.
         and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
         for x, y in pairs
     )
@@ -86,7 +83,10 @@ configs = st.builds(
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The pool, a twin that is never saved, and a model: a list of [uid, oldest version, times drawn] by arrival."""
+    """The pool, a twin that is never saved, and a model: a list of [uid, oldest version, times drawn] by arrival.
+
+    The twin and the pool must make the same draws, although the pool is saved and loaded in between.
+    """
 
     @initialize(config=configs)
     def start(self, config):
@@ -198,7 +198,7 @@ def test_a_group_is_drawn_up_to_max_staleness_versions_later_and_then_expires(ma
         assert pool.metrics()["replay/groups_expired"] == 1 - num_drawn
 
 
-def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first_to_arrive():
+def test_over_capacity_the_group_with_the_oldest_version_is_evicted_first_and_on_ties_the_first_that_arrived():
     pool = ReplayPool(ReplayConfig(capacity=2, max_staleness=99))
     pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 1)))
     assert pool.metrics()["replay/groups_evicted"] == 2
@@ -208,7 +208,7 @@ def test_over_capacity_the_oldest_version_goes_first_and_of_equal_ones_the_first
     assert uids(pool.sample(9, 1)) == [2]
 
 
-def test_settings_at_the_edge_of_what_is_allowed_are_taken():
+def test_the_lowest_and_highest_allowed_settings_work():
     least = dict(ratio=0.0, capacity=1, max_staleness=0, max_reuse=1)
     for seed in (0, 2**63 - 1):
         pool = ReplayPool(ReplayConfig(**least, seed=seed))
@@ -216,7 +216,7 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken():
         assert len(pool.sample(1, 0)) == 1
 
 
-def test_the_settings_are_those_of_the_readme_unless_given():
+def test_the_default_settings_are_those_of_the_readme():
     assert asdict(ReplayConfig()) == {
         "ratio": 0.0,
         "capacity": 1024,
@@ -248,7 +248,7 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
 @pytest.mark.parametrize(
     ("strategy", "order"), [("newest", [3, 0, 4, 2, 1]), ("oldest", [1, 2, 4, 0, 3])], ids=["newest", "oldest"]
 )
-def test_newest_and_oldest_draw_by_version_and_of_equal_ones_by_arrival(strategy, order):
+def test_newest_and_oldest_draw_by_version_and_on_ties_by_arrival(strategy, order):
     pool = ReplayPool(ReplayConfig(strategy=strategy, max_staleness=99, max_reuse=2))
     pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 3, 2)))
     assert uids(pool.sample(3, 3)) == order[:3]
@@ -306,14 +306,14 @@ def test_mean_abs_advantage_is_over_action_tokens():
     assert Group(group.samples, group.rewards).mean_abs_advantage == pytest.approx((1 + 2 + 3 * 3) / 5)
 
 
-def test_a_group_of_one_sample_and_one_token_is_weighed_by_it_and_tells_nothing():
+def test_a_group_of_one_sample_and_one_token_has_that_tokens_weight_and_is_not_informative():
     group = make_group(num_samples=1, num_tokens=2, advantage=3.0)
     assert group.num_action_tokens == 1 and group.mean_abs_advantage == 3.0
     assert not group.is_informative
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1e-3, 1.0]), min_size=1, max_size=4))
-def test_a_group_is_kept_unless_all_its_rewards_are_equal_in_whichever_order_they_come(rewards):
+def test_a_group_is_kept_unless_all_its_rewards_are_equal_whatever_their_order(rewards):
     pool = ReplayPool(ReplayConfig())
     pool.add([make_group(num_samples=len(rewards), rewards=torch.tensor(rewards))])
     assert len(pool) == (len(set(rewards)) > 1)
@@ -346,7 +346,7 @@ def test_a_group_cannot_be_added_while_it_is_in_the_pool():
         pool.add(drawn)
 
 
-def test_a_group_that_was_used_up_elsewhere_is_not_drawn_again():
+def test_a_group_that_was_exhausted_in_another_pool_is_not_drawn():
     pool = ReplayPool(ReplayConfig(max_reuse=2))
     pool.add([make_group(num_reused=2)])
     assert pool.sample(1, 0) == []
@@ -357,11 +357,11 @@ def test_a_group_that_was_used_up_elsewhere_is_not_drawn_again():
 # Tensors
 
 
-def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_otherwise():
+def test_tensors_are_converted_if_their_dtype_differs_and_are_not_copied_otherwise():
     sample = {
         "tokens": torch.arange(4),
         "action_mask": torch.tensor([0, 1, 1]),
-        "behaviour_log_probs": torch.rand(3, dtype=torch.float64),
+        "behavior_log_probs": torch.rand(3, dtype=torch.float64),
         "versions": torch.zeros(3, dtype=torch.int64),
         "advantages": torch.rand(3).bfloat16(),
         "image": torch.rand(5, dtype=torch.float64),
@@ -380,7 +380,7 @@ def test_tensors_are_converted_only_where_the_dtype_differs_and_never_copied_oth
     assert all(tensor is kept[name] for name, tensor in pool.sample(1, 0)[0].samples[0].items())
 
 
-def test_a_view_is_cloned_so_that_its_batch_can_go():
+def test_a_view_is_cloned_so_that_the_memory_of_its_batch_is_freed():
     batch = torch.rand(64, 100)
     group = make_group(rewards=torch.arange(64).float()[:2])
     group = Group(
@@ -391,7 +391,7 @@ def test_a_view_is_cloned_so_that_its_batch_can_go():
     assert torch.equal(group.samples[0]["row"], batch[1]) and group.samples[0]["one"] == batch[2, 3]
 
 
-def test_a_long_token_takes_seventeen_bytes():
+def test_a_token_of_a_long_response_takes_seventeen_bytes():
     group = make_group(num_samples=8, num_tokens=1000)
     assert group.num_tokens == 8000
     assert group.num_bytes / group.num_tokens == pytest.approx(17, abs=0.05)
@@ -400,7 +400,7 @@ def test_a_long_token_takes_seventeen_bytes():
     assert pool.num_bytes == pool.metrics()["replay/bytes"] == 2 * group.num_bytes
 
 
-def test_a_group_that_cannot_be_is_refused():
+def test_an_invalid_group_is_refused():
     group = make_group()
     with pytest.raises(ValueError, match=r"rewards of shape \(3,\) do not fit 2 samples"):
         Group(group.samples, torch.zeros(3))
@@ -422,7 +422,7 @@ def test_a_group_that_cannot_be_is_refused():
         (dict(seed=2**63), f"seed {2**63} is not allowed; it must be at least 0 and below 2**63"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
+def test_invalid_settings_are_refused_with_field_value_and_range(settings, message):
     with pytest.raises(ValueError) as refused:
         ReplayConfig(**settings)
     assert str(refused.value) == message
@@ -454,7 +454,7 @@ def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings
     st.sampled_from(STRATEGIES),
 )
 @settings(max_examples=40)
-def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_have(shapes, strategy):
+def test_a_loaded_pool_equals_the_saved_one_bit_for_bit_and_continues_with_the_same_draws(shapes, strategy):
     config = ReplayConfig(strategy=strategy, max_reuse=2, skip_uninformative=False)
     pool = ReplayPool(config)
     for uid, (num_samples, num_tokens, extras) in enumerate(shapes):
@@ -477,29 +477,26 @@ def test_a_loaded_pool_is_the_saved_one_bit_for_bit_and_draws_on_as_it_would_hav
         assert len(drawn) == len(expected) and all(map(identical, drawn, expected))
 
 
-def test_a_long_run_s_versions_are_versions_like_any_other():
+def test_the_pool_works_with_the_large_versions_of_a_long_run():
     pool = ReplayPool(ReplayConfig())
     pool.add([make_group(versions=(10**6,))])
     assert [group.oldest_version for group in pool.sample(1, 10**6)] == [10**6]
 
 
-def test_a_saved_column_says_which_samples_have_the_name_and_which_as_a_scalar(tmp_path):
-    group = make_group(num_samples=3)
-    group.samples[0]["x"], group.samples[1]["x"] = torch.tensor(1.5), torch.tensor([2.5, 3.5])
-    pool = ReplayPool(ReplayConfig())
-    pool.add([Group(group.samples, group.rewards)])
-    pool.save(tmp_path / "pool", 0, FINGERPRINT)
-    columns = load_file(tmp_path / "pool" / "groups.safetensors")
-    assert columns["lengths/x:float32"].tolist() == [-2, 2, -1]
-    assert columns["values/x:float32"].tolist() == [1.5, 2.5, 3.5]
-
-
-def test_a_pool_is_saved_as_few_tensors(tmp_path):
+def test_a_saved_pool_has_two_columns_per_tensor_under_the_names_of_the_format(tmp_path):
     filled(ReplayConfig(), 50).save(tmp_path / "pool", 0, FINGERPRINT)
-    assert len(load_file(tmp_path / "pool" / "groups.safetensors")) == 1 + 2 * len(SAMPLE_DTYPES)
+    columns = (
+        "tokens:int32",
+        "action_mask:bool",
+        "behaviour_log_probs:float32",
+        "versions:int32",
+        "advantages:float32",
+    )
+    names = {f"{kind}/{column}" for kind in ("values", "lengths") for column in columns}
+    assert set(load_file(tmp_path / "pool" / "groups.safetensors")) == {"rewards", *names}
 
 
-def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
+def test_a_pool_loaded_with_a_lower_capacity_and_max_reuse_keeps_to_them(tmp_path):
     config = ReplayConfig(max_reuse=3, max_staleness=99, strategy="oldest")
     pool = filled(config, 6)
     pool.sample(2, 0)
@@ -511,148 +508,7 @@ def test_a_pool_loaded_under_tighter_bounds_keeps_them(tmp_path):
     assert uids(loaded.sample(9, 0)) == [3, 4, 5]
 
 
-def refusal(path, fingerprint=FINGERPRINT) -> str:
-    with pytest.raises(ReplayPoolError) as refused:
-        ReplayPool.load(path, ReplayConfig(), fingerprint)
-    assert "\n" not in str(refused.value) and str(refused.value).endswith(DISCARD)
-    return str(refused.value)
-
-
-def rewrite_json(file: Path, **changes) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def flip_a_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "problem"),
-    [
-        ("pool.json", Path.unlink, "is missing"),
-        ("pool.json", truncate, "is damaged (it is not JSON)"),
-        ("pool.json", lambda file: file.write_bytes(b"\xff\xfe"), "is damaged (it is not JSON)"),
-        ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 2"),
-        (
-            "pool.json",
-            lambda file: rewrite_json(file, format_version=1),
-            "has format version 1, but this release reads 2",
-        ),
-        ("pool.json", lambda file: rewrite_json(file, num_reused=[0] * 6), "is damaged (its checksum does not match"),
-        ("pool.json", lambda file: rewrite_json(file, sha256=None), "is damaged (its checksum does not match"),
-        ("groups.safetensors", Path.unlink, "is missing"),
-        ("groups.safetensors", truncate, "is damaged (its checksum is not the one in pool.json)"),
-        ("groups.safetensors", flip_a_bit, "is damaged (its checksum is not the one in pool.json)"),
-        ("groups.safetensors", lambda file: file.write_bytes(b""), "is damaged (its checksum is not the one"),
-        ("groups.safetensors", lambda file: (file.unlink(), file.mkdir()), "cannot be read (Is a directory)"),
-    ],
-)
-def test_a_damaged_pool_is_refused_in_one_line(tmp_path, name, damage, problem):
-    pool = filled(ReplayConfig(max_reuse=2))
-    pool.sample(2, 0)
-    pool.save(tmp_path / "pool", 0, FINGERPRINT)
-    damage(tmp_path / "pool" / name)
-    assert refusal(tmp_path / "pool").startswith(f"{tmp_path / 'pool' / name} {problem}")
-
-
-def test_a_missing_directory_is_refused_in_one_line(tmp_path):
-    assert refusal(tmp_path / "none").startswith(f"{tmp_path / 'none' / 'pool.json'} is missing; ")
-    (tmp_path / "file").touch()
-    assert "cannot be read (Not a directory)" in refusal(tmp_path / "file")
-
-
-def test_another_fingerprint_is_refused_with_the_first_name_that_differs(tmp_path):
+def test_a_pool_saved_for_another_model_is_refused_with_the_flag_that_starts_without_it(tmp_path):
     filled(ReplayConfig()).save(tmp_path / "pool", 0, FINGERPRINT)
-    for fingerprint, problem in (
-        ({"model": "tiny", "tokenizer": "words"}, "tokenizer 'bytes', but this run has tokenizer 'words'"),
-        ({"tokenizer": "bytes"}, "model 'tiny', but this run has model None"),
-        ({**FINGERPRINT, "chat": "x\ny"}, r"chat None, but this run has chat 'x\ny'"),
-    ):
-        assert f"was saved with {problem}; " in refusal(tmp_path / "pool", fingerprint)
-
-
-def interrupt_a_save(monkeypatch, stop_at: int, after: bool):
-    """Let a save's `stop_at`-th change on disk be its last: interrupted before it or `after` it."""
-    num_calls = 0
-
-    def interrupted(function):
-        def wrapper(*args, **kwargs):
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == stop_at and not after:
-                raise KeyboardInterrupt
-            function(*args, **kwargs)
-            if num_calls == stop_at:
-                raise KeyboardInterrupt
-
-        return wrapper
-
-    for owner, name in (
-        (replay_pool, "save_file"),
-        (replay_pool, "_sync"),
-        (Path, "mkdir"),
-        (Path, "write_text"),
-        (os, "rename"),
-        (shutil, "rmtree"),
-    ):
-        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_save_interrupted_anywhere_leaves_the_old_pool_or_the_new_one_and_the_next_save_works(tmp_path, after):
-    config = ReplayConfig()
-    sizes = []
-    for stop_at in range(1, 100):
-        path = tmp_path / str(stop_at) / "pool"
-        filled(config, 4).save(path, 4, FINGERPRINT)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            interrupt_a_save(monkeypatch, stop_at, after)
-            try:
-                filled(config, 6).save(path, 6, FINGERPRINT)
-                finished = True
-            except KeyboardInterrupt:
-                finished = False
-        pool, version = ReplayPool.load(path, config, FINGERPRINT)
-        assert len(pool) == version and version in (4, 6)
-        sizes.append(version)
-        # Interrupted a second time at the worst place, with the leftovers of the first in the way.
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                filled(config, 5).save(path, 5, FINGERPRINT)
-        assert ReplayPool.load(path, config, FINGERPRINT)[1] == version
-        filled(config, 3).save(path, 3, FINGERPRINT)
-        assert ReplayPool.load(path, config, FINGERPRINT)[1] == 3
-        assert [entry.name for entry in path.parent.iterdir()] == ["pool"]
-        if finished:
-            break
-    assert finished and sizes == sorted(sizes) and {4, 6} == set(sizes) and len(sizes) > 8
-
-
-def test_a_save_that_fails_half_way_through_a_file_keeps_the_old_pool(tmp_path, monkeypatch):
-    def half_a_file(tensors, file):
-        save_file(tensors, file)
-        truncate(Path(file))
-        raise OSError("no space left")
-
-    path = tmp_path / "pool"
-    filled(ReplayConfig(), 4).save(path, 4, FINGERPRINT)
-    monkeypatch.setattr(replay_pool, "save_file", half_a_file)
-    with pytest.raises(OSError, match="no space left"):
-        filled(ReplayConfig(), 6).save(path, 6, FINGERPRINT)
-    assert ReplayPool.load(path, ReplayConfig(), FINGERPRINT)[1] == 4
-
-
-def test_what_an_earlier_save_left_aside_does_not_get_into_the_pool(tmp_path):
-    path, part = tmp_path / "pool", tmp_path / "pool.part"
-    part.mkdir()
-    (part / "other.safetensors").touch()
-    assert refusal(path).startswith(f"{path / 'pool.json'} is missing; ")
-    filled(ReplayConfig()).save(str(path), 4, FINGERPRINT)
-    assert sorted(file.name for file in path.iterdir()) == ["groups.safetensors", "pool.json"]
+    with pytest.raises(SavedStateError, match="model 'tiny', but this run has model 'large'.*--replay.discard_saved"):
+        ReplayPool.load(tmp_path / "pool", ReplayConfig(), FINGERPRINT | {"model": "large"})

@@ -1,7 +1,6 @@
-"""Prompt groups without a reward: dropped, counted, replaced, and too many of them end the run.
+"""Prompt groups without a reward are dropped, counted and replaced, and too many of them end the run.
 
-With the samples generators of tests/unit/test_partial_samples.py: ours, OpenRLHF's executor, a reward file, a data
-loader.
+The samples generators are those of tests/unit/test_partial_samples.py, with OpenRLHF's executor and a reward file.
 """
 
 import copy
@@ -38,7 +37,7 @@ MODES = [
 
 @pytest.fixture
 def generator_for(tmp_path):
-    """A generator over prompts 0, 1, ... whose reward file answers for some with what stands in `bad`."""
+    """A function that makes a generator over prompts 0, 1, ...; for those in `bad` the reward file answers as there."""
 
     def make(bad: dict[int, str], **flags):
         pipeline.make_model(tmp_path)
@@ -71,7 +70,7 @@ def test_a_group_with_a_response_without_a_reward_is_dropped_counted_and_replace
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["partial", "plain", "replay"])
-def test_every_prompt_that_was_drawn_is_counted_those_of_lost_groups_and_their_replacements_too(generator_for, mode):
+def test_every_drawn_prompt_is_counted_including_those_of_dropped_groups_and_their_replacements(generator_for, mode):
     generator = generator_for({1: NAN, 7: NONE, 13: TWO}, **mode)
     num_drawn, has_ended = 0, False
     while not has_ended:
@@ -98,7 +97,7 @@ def test_more_groups_without_a_reward_than_the_rate_allows_end_the_run_with_the_
 
 
 @pytest.mark.parametrize("num_unfinished", [0, 1], ids=["complete groups", "unfinished groups"])
-def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_there(
+def test_a_run_that_missing_rewards_ended_resumes_and_trains_on_every_prompt_once_rewards_work(
     generator_for, tmp_path, num_unfinished
 ):
     flags = dict(partial__token_budget=3, reward_fault__max_drop_rate=0.0)
@@ -116,12 +115,12 @@ def test_a_run_that_its_rewards_ended_goes_on_with_every_prompt_once_they_are_th
     assert all(sample.rewards is not None for batch in batches for sample in batch)
 
 
-def test_the_rate_is_of_each_batch_by_itself(generator_for):
+def test_max_drop_rate_applies_to_each_batch_separately(generator_for):
     generator = generator_for({n: NAN for n in range(20) if n % 5 == 0}, reward_fault__max_drop_rate=0.5)
     assert len([*rollouts(generator)]) == 4
 
 
-def test_what_lost_groups_leave_at_the_end_of_the_data_is_cut_to_whole_micro_batches_and_counted(generator_for):
+def test_a_last_batch_that_is_short_of_dropped_groups_is_cut_to_whole_micro_batches_and_counted(generator_for):
     flags = dict(partial__token_budget=None, train__micro_batch_size=6, num_prompts=8)
     batches = [*rollouts(generator_for({3: NAN}, **flags))]
     assert [len(batch) for batch in batches] == [12, 6]
@@ -141,11 +140,11 @@ def test_what_lost_groups_leave_at_the_end_of_the_data_is_cut_to_whole_micro_bat
     rollout_batch=st.integers(1, 6),
     steps=st.none() | st.integers(1, 4),
 )
-def test_a_rest_is_cut_to_the_most_groups_that_make_whole_batches_on_every_rank(
+def test_a_short_batch_is_cut_to_the_most_groups_that_fill_whole_micro_batches_on_every_rank(
     num_groups, size, num_ranks, sharing, train_batch, rollout_batch, steps
 ):
-    """Micro-batches of training, and of the log-probs where OpenRLHF shares them out; or, with dynamic batches, whole
-    optimizer steps."""
+    """Batches are micro-batches of training, and those of the log-probs if OpenRLHF splits them over ranks. With
+    dynamic batches they are optimizer steps."""
     ring, tensor = sharing
     args = copy.deepcopy(arguments())
     args.actor.num_nodes, args.actor.num_gpus_per_node = num_ranks, ring * tensor
@@ -164,7 +163,7 @@ def test_a_rest_is_cut_to_the_most_groups_that_make_whole_batches_on_every_rank(
 
 @functools.cache
 def arguments():
-    """Of any run."""
+    """Arguments of an arbitrary run."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "reward.py").touch()
         return pipeline.parse(pipeline.flags(Path(directory), policy_loss="bapo"))
@@ -177,14 +176,14 @@ def test_an_evaluation_leaves_out_whole_prompts(generator_for):
     assert sorted(int(sample.labels[0]) for sample in samples) == sorted([n for n in range(20) if n != 3] * 2)
 
 
-def test_an_engine_gets_the_limits_of_the_flags(generator_for):
+def test_an_engine_gets_the_reward_limits_of_the_flags(generator_for):
     generator = generator_for({}, reward_fault__patience=7, reward_fault__timeout=2.5)
     for engine in generator.vllm_engines:
         limits = engine.executor.reward_limits
         assert (limits.patience, limits.timeout) == (7.0, 2.5)
 
 
-def test_an_agents_reward_that_is_no_number_names_the_agent(tmp_path):
+def test_the_error_about_an_agents_invalid_reward_names_the_agent(tmp_path):
     argv = pipeline.flags(tmp_path, reward__remote_url=None, train__agent_func_path="agent.py")
     generator = pipeline.samples_generator(pipeline.parse(argv))
     sample = generator._process_response_into_experience(pipeline.response(reward=float("nan")), max_len=8)
@@ -205,9 +204,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 @pytest.mark.parametrize("mode", MODES[:2], ids=["partial", "plain"])
 @pytest.mark.parametrize("source", ["function", "server"])
-def test_a_reward_is_asked_for_with_the_whole_text_its_prompt_and_its_label(
-    generator_for, tmp_path, serve, mode, source
-):
+def test_a_reward_request_has_the_whole_text_the_prompt_and_the_label(generator_for, tmp_path, serve, mode, source):
     from openrlhf.utils.agent import SingleTurnAgentExecutor
 
     generator, server = generator_for({}, **mode), serve((200, '{"rewards": [0.5]}'))

@@ -1,4 +1,4 @@
-"""Rewards on their way into samples: OpenRLHF's three ways look alike, and what is no reward reaches no training."""
+"""Rewards of samples: all kinds of reward sources give the same result, and invalid rewards reach no training step."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ def response(reward, extra=1.0) -> dict:
     [(0.5, 1.0), ([0.5], [1.0]), (torch.tensor([0.5]), torch.tensor([1.0]))],
     ids=["agent", "server", "file"],
 )
-def test_a_servers_list_of_one_is_a_number_like_any_other(generator, reward, extra):
+def test_a_servers_list_of_one_is_read_as_a_number(generator, reward, extra):
     sample = generator._process_response_into_experience(response(reward, extra), max_len=8)
     assert sample.rewards.shape == sample.scores.shape == sample.info["reward"].shape == sample.info["extra"].shape
     assert sample.rewards.shape == (1,)
@@ -50,14 +50,14 @@ def test_a_servers_list_of_one_is_a_number_like_any_other(generator, reward, ext
 def test_a_response_without_a_reward_is_marked_with_the_reason(generator, reward, reason):
     sample = generator._process_response_into_experience(response(reward), max_len=8)
     assert sample.rewards is None and sample.scores is None
-    assert re.match(rf"{reason}: the reward of a response .*RolloutRayActor", sample.reward_fault)
+    assert re.match(rf"{reason}: the reward of a response .*RolloutRayActor", str(sample.reward_fault))
 
 
 # ---- A reward function ----
 
 
 def ask_function(tmp_path, body: str, num_calls: int = 1, **limits) -> list[dict]:
-    """What OpenRLHF's executor gets of `num_calls` calls at once."""
+    """Return the answers that OpenRLHF's executor gets for `num_calls` concurrent calls."""
     from openrlhf.utils.agent import SingleTurnAgentExecutor
 
     (tmp_path / "reward.py").write_text(f"import time, torch\ndef reward_func(queries, prompts, labels):\n    {body}\n")
@@ -77,21 +77,25 @@ def ask_function(tmp_path, body: str, num_calls: int = 1, **limits) -> list[dict
         ("raise ValueError('gone\\n  away')", "exception", "ValueError: gone away ({file}, line 3)"),
         ("raise SystemExit(3)", "exception", "RuntimeError: SystemExit(3)"),
         ("raise TimeoutError('a socket')", "exception", "TimeoutError: a socket ({file}, line 3)"),
-        ("return [1.0]", "missing_key", "{file}: the answer is '[1.0]', no dict with 'rewards'"),
-        ("return None", "missing_key", "{file}: the answer is 'None', no dict with 'rewards'"),
-        ("return {'scores': 1.0}", "missing_key", "{file}: the answer is \"{'scores': 1.0}\", no dict with 'rewards'"),
+        ("return [1.0]", "missing_key", "{file}: the answer is '[1.0]', not a dict with 'rewards'"),
+        ("return None", "missing_key", "{file}: the answer is 'None', not a dict with 'rewards'"),
+        (
+            "return {'scores': 1.0}",
+            "missing_key",
+            "{file}: the answer is \"{'scores': 1.0}\", not a dict with 'rewards'",
+        ),
         ("return {'rewards': None}", "none", "{file}: 'rewards' is None"),
         ("return {'rewards': [None]}", "none", "{file}: 'rewards' is None"),
         ("return {'rewards': torch.tensor([float('nan')])}", "not_finite", "{file}: 'rewards' is nan"),
         ("return {'rewards': 1.0, 'scores': -float('inf')}", "not_finite", "{file}: 'scores' is -inf"),
         ("return {'rewards': [1.0, 2.0]}", "wrong_length", "{file}: 'rewards' has 2 values for 1 responses"),
         ("return {'rewards': torch.zeros(0)}", "wrong_length", "{file}: 'rewards' has 0 values for 1 responses"),
-        ("return {'rewards': 'high'}", "wrong_type", "{file}: 'rewards' is 'high', no number"),
-        ("return {'rewards': 1.0, 'extra_logs': [1]}", "wrong_type", "{file}: 'extra_logs' is '[1]', no dict"),
+        ("return {'rewards': 'high'}", "wrong_type", "{file}: 'rewards' is 'high', not a number"),
+        ("return {'rewards': 1.0, 'extra_logs': [1]}", "wrong_type", "{file}: 'extra_logs' is '[1]', not a dict"),
         ("return {'rewards': 1.0, 'extra_logs': {'a': 'b'}}", "wrong_type", "{file}: 'a' of 'extra_logs' is 'b', no"),
     ],
 )
-def test_what_a_reward_function_does_wrong_is_named(tmp_path, body, reason, said):
+def test_the_fault_names_what_a_reward_function_did_wrong(tmp_path, body, reason, said):
     (answer,) = ask_function(tmp_path, body)
     assert answer["rewards"] is None
     cause = answer["extra_logs"][FAILED_REWARD]
@@ -114,7 +118,7 @@ def test_a_reward_function_may_answer_with_a_number_a_list_a_tensor_or_an_array(
 
 
 @pytest.mark.parametrize("hangs", ["time.sleep(60)", "exec('while True: pass')"], ids=["in C", "in Python"])
-def test_a_reward_function_that_hangs_ends_at_its_limit_and_holds_up_no_other(tmp_path, hangs):
+def test_a_reward_function_that_hangs_ends_at_its_limit_and_does_not_delay_other_calls(tmp_path, hangs):
     # More calls than run at once: those that hang must give their places up.
     began, before = time.monotonic(), threading.active_count()
     body = f"if int(labels[0]) < 40: {hangs}\n    return {{'rewards': 1.0}}"
@@ -184,8 +188,8 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
 @pytest.mark.parametrize(
     ("answer", "reason", "said"),
     [
-        ((503, "closed\nfor good"), "http_status", "answers with HTTP 503: 'closed for good', for 1 s"),
-        (None, "timeout", "gives no answer within 0.5 s, for 1 s"),
+        ((503, "closed\nfor good"), "http_status", "answers with HTTP 503: 'closed for good'; tried for 1 s"),
+        (None, "timeout", "gives no answer within 0.5 s; tried for 1 s"),
     ],
 )
 def test_patience_ends_with_the_servers_last_answer(serve, answer, reason, said):
@@ -207,16 +211,14 @@ def test_without_patience_a_dead_server_is_asked_once():
         ((404, "no such\npage"), "http_status", " answers with HTTP 404: 'no such page'"),
         ((200, "<html>"), "not_json", ": the answer is not JSON: '<html>'"),
         ((200, "[" * 100_000), "not_json", ": the answer is not JSON: '" + "[" * 80),
-        ((200, '{"reward": [1]}'), "missing_key", ": the answer is \"{'reward': [1]}\", no dict with 'rewards'"),
+        ((200, '{"reward": [1]}'), "missing_key", ": the answer is \"{'reward': [1]}\", not a dict with 'rewards'"),
         ((200, '{"rewards": [NaN]}'), "not_finite", ": 'rewards' is nan"),
         ((200, '{"rewards": [1, 2]}'), "wrong_length", ": 'rewards' has 2 values for 1 responses"),
-        ((200, '{"rewards": ["1"]}'), "wrong_type", ": 'rewards' is '1', no number"),
+        ((200, '{"rewards": ["1"]}'), "wrong_type", ": 'rewards' is '1', not a number"),
         ((200, '{"rewards": [null]}'), "none", ": 'rewards' is None"),
     ],
 )
-def test_an_answer_that_is_no_reward_is_named_with_the_servers_address_and_not_asked_for_again(
-    serve, answer, reason, said
-):
+def test_an_invalid_answer_is_a_fault_with_the_servers_address_and_is_not_asked_for_again(serve, answer, reason, said):
     server = serve(answer)
     found = asyncio.run(ask(executor_of(server.url)))
     assert found["rewards"] is None
@@ -224,7 +226,7 @@ def test_an_answer_that_is_no_reward_is_named_with_the_servers_address_and_not_a
     assert len(server.requests) == 1
 
 
-def test_a_dead_server_is_left_out_while_another_answers_and_asked_again_later(serve):
+def test_a_dead_server_is_skipped_while_another_answers_and_asked_again_later(serve):
     servers = [serve(GOOD), serve(GOOD)]
     executor = executor_of(*(server.url for server in servers), patience=60)
 
@@ -245,7 +247,7 @@ def test_a_dead_server_is_left_out_while_another_answers_and_asked_again_later(s
     assert [server.num_failures for server in executor._servers._servers] == [0, 0]  # its next pause is short again
 
 
-def test_pauses_grow_and_calls_under_way_at_once_count_as_one_failure():
+def test_pauses_grow_and_failures_of_concurrent_calls_count_as_one():
     from openrlhf_bapo.openrlhf.reward_calls import _Server
 
     server, pauses = _Server("http://a"), []

@@ -1,6 +1,6 @@
 """--bapo.dump_tokens writes the trained tokens, and `openrlhf-bapo tokens` draws them.
 
-The real pipeline writes them in tests/integration/test_lag.py.
+tests/integration/test_lag.py has files from the real pipeline.
 """
 
 import csv
@@ -148,7 +148,7 @@ def test_a_negative_token_beyond_dual_clip_is_marked(directory, tmp_path):
     ],
     ids=["two epochs of two updates", "dynamic batch", "micro-batch scope", "smoothing"],
 )
-def test_however_the_step_is_split_every_token_is_there_once_an_epoch_with_its_own_updates_bounds(
+def test_every_token_is_written_once_per_epoch_with_its_updates_bounds_however_the_step_is_split(
     directory, tmp_path, split
 ):
     found, (result,) = dump(directory, tmp_path, train__micro_batch_size=2, **split)
@@ -228,7 +228,7 @@ def test_steps_that_train_only_the_critic_are_counted(directory, tmp_path):
     assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
 
 
-def test_ppo_logs_the_entropy_that_is_dumped_as_bapo_does(tmp_path):
+def test_ppo_logs_the_entropy_that_it_dumps_as_bapo_does(tmp_path):
     (tmp_path / "reward.py").touch()
     given = dict(policy_loss="ppo", offpolicy__ratio_base="auto")
     args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (None, 0, 5)]

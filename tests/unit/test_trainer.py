@@ -1,7 +1,7 @@
-"""OpenRLHF's trainer from the first rollout to the last over our generator and pools: endings, resumes, evaluations.
+"""OpenRLHF's trainer from the first rollout to the last, with our generator and pools: endings, resumes, evaluations.
 
-Trainer, data loader, experience maker and reward do their own work here. The engines are those of
-test_partial_samples.py, and the actors train nothing.
+Trainer, data loader, experience maker and reward are real. The engines are those of test_partial_samples.py, and the
+actors do not train.
 """
 
 import json
@@ -19,7 +19,11 @@ from test_experience_maker import without_ray as _experience_without_ray  # noqa
 from test_partial_samples import NUM_SAMPLES, ScriptedEngine, without_ray  # noqa: F401
 from transformers import AutoTokenizer
 
+from openrlhf_bapo.cli.plot import read_scalars
+
 NUM_PROMPTS, NUM_EPISODES = 12, 2
+TIMINGS = {"timing/bapo_ratio_forward": 1000.0, "timing/bapo_search": 500.0}
+"""Timings that the actors report, as parts of their training time."""
 
 REWARD = """
 import pathlib, torch
@@ -52,14 +56,14 @@ def without_ray_or_signals(monkeypatch):
 
 
 class Killed(BaseException):
-    """Ends a run in the middle of a training step."""
+    """Stands for a kill in the middle of a training step."""
 
 
 class Actors:
-    """Stands for RayActorGroup. It trains nothing, and keeps the states of checkpoints as OpenRLHF's actors do.
+    """Stands for RayActorGroup. Its actors do not train, but save and load the states of checkpoints like OpenRLHF's.
 
-    `steps` has the prompts of every training step, a number a sample. `before_step` is called with the number of steps
-    of this run so far.
+    `steps` has the prompt numbers of the samples of each training step. `before_step` is called with the number of
+    steps of this run so far.
     """
 
     def __init__(self, folder: Path, engines: list, before_step) -> None:
@@ -77,7 +81,7 @@ class Actors:
 
     def fit(self, kl_ctl: float) -> list[dict]:
         self.before_step(len(self.steps))
-        return [{"offpolicy/optimizer_steps_taken": 2}]
+        return [{"offpolicy/optimizer_steps_taken": 2, **TIMINGS}]
 
     def broadcast_to_vllm(self) -> list:
         for engine in self.engines:
@@ -95,7 +99,7 @@ class Actors:
 
 
 def make_trainer(directory, before_step=lambda _: None, **flags):
-    """OpenRLHF's trainer, which takes 4 prompts of 3 samples a step; the responses have 1 to 10 tokens."""
+    """Make OpenRLHF's trainer with 4 prompts of 3 samples per step. The responses have 1 to 10 tokens."""
     from openrlhf.trainer import ppo_trainer
 
     settings = dict(
@@ -131,7 +135,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_steps", [1, 3, 4])
 @pytest.mark.parametrize("ending", ["killed", "reward_fails"])
-def test_a_run_that_ends_after_any_step_goes_on_and_trains_on_every_prompt_once_an_episode(
+def test_a_run_that_ends_after_any_step_resumes_and_trains_on_every_prompt_once_per_episode(
     directory, mode, num_steps, ending
 ):
     def end(step: int) -> None:
@@ -168,3 +172,12 @@ def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(director
     temperatures = [temperature for temperature, _ in groupby(params.temperature for params in sampled)]
     assert temperatures == [0.3] + [0.6, 0.3] * 3
     assert {params.top_p for params in sampled} == {0.9}
+
+
+def test_the_seconds_of_a_step_count_the_ratio_forward_and_the_search_once_as_parts_of_its_training(directory):
+    make_trainer(directory, logger__tensorboard_dir=directory / "logs", train__num_episodes=1).fit()
+    logged = {name: values for name, (_, values) in read_scalars(directory / "logs").items()}
+    phases = [logged[f"train/timing/{phase}"] for phase in ("generation", "make_experience", "ppo_train", "broadcast")]
+    seconds = [sum(step) for step in zip(*phases, strict=True)]
+    assert logged["train/timing/step_total"] == pytest.approx(seconds, abs=1e-3)
+    assert {name: logged[f"train/{name}"] for name in TIMINGS} == {name: [value] * 3 for name, value in TIMINGS.items()}

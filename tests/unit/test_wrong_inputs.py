@@ -313,7 +313,7 @@ def saved_pool(**change):
     def fault(directory: Path, monkeypatch) -> dict:
         resume = checkpoint("global_step2", replay__ratio=1)(directory, monkeypatch)
         sample = {"tokens": torch.arange(4), **{name: torch.ones(3) for name in ("action_mask", "advantages")}}
-        sample |= {"behaviour_log_probs": torch.zeros(3), "versions": torch.zeros(3)}
+        sample |= {"behavior_log_probs": torch.zeros(3), "versions": torch.zeros(3)}
         pool = ReplayPool(ReplayConfig(ratio=1.0))
         pool.add([Group([dict(sample) for _ in range(4)], torch.arange(4.0))])
         before = pipeline.parse(pipeline.flags(directory, replay__ratio=1))

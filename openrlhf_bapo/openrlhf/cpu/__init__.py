@@ -1,8 +1,8 @@
-"""What lets OpenRLHF, DeepSpeed and vLLM run where there is no CUDA; does nothing where there is.
+"""Lets OpenRLHF, DeepSpeed and vLLM run without CUDA. Has no effect where torch finds CUDA.
 
-OpenRLHF calls CUDA by name, and DeepSpeed relies on the order of its streams. Here each of those places gets its CPU
-meaning, by a hook after the import of the module it stands in. Every process decides for itself, once it has loaded
-torch: a driver without a GPU may steer workers that have one.
+OpenRLHF calls CUDA by name, and DeepSpeed relies on the order of its streams. Hooks replace these places by CPU
+counterparts after the import of their modules. Every process decides for itself when it loads torch, because a driver
+without a GPU may control workers that have one.
 """
 
 import functools
@@ -15,17 +15,17 @@ import wrapt
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",  # processes share the cores
-    "TORCHDYNAMO_DISABLE": "1",  # compiling costs more than a laptop's runs gain
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB an engine
+    "TORCHDYNAMO_DISABLE": "1",  # compiling costs more time than it saves in short runs
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per engine
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's process does the work itself and starts no other for it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no further process per engine
 }
-"""Environment of every process; what the user has set wins."""
+"""Environment of every process. Variables that the user has set keep their values."""
 
 
 @functools.cache
 def register() -> None:
-    """Register the hooks; they act in processes where torch finds no CUDA. A second call does nothing."""
+    """Register the hooks, which act in processes where torch finds no CUDA. A second call has no effect."""
     wrapt.register_post_import_hook(_activate_without_cuda, "torch")
 
 
@@ -39,7 +39,7 @@ def _activate_without_cuda(torch: ModuleType) -> None:
     flash_attn.install()
     torch.cuda.current_device = lambda: torch.device("cpu")
     for name in ("current_stream", "empty_cache", "set_device", "synchronize"):
-        # One function each: torch.compile keeps a table of them and wants no two entries alike.
+        # A separate function for each name, because torch.compile requires distinct functions in its table.
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name, hook in {
         "deepspeed.ops.op_builder.builder": _no_compiled_ops,
@@ -55,7 +55,7 @@ def _activate_without_cuda(torch: ModuleType) -> None:
 
 
 def adapt_flags(args: Namespace) -> None:
-    """Set what a run on this machine's CPU cannot have otherwise, in place, and say so in one line a flag.
+    """Set flags in place to the only values that work on a CPU, and print a line for each changed flag.
 
     Args:
         args: flat, names with dots.
@@ -73,7 +73,7 @@ def adapt_flags(args: Namespace) -> None:
 
 
 def ray_resources(args: Namespace) -> dict:
-    """Arguments for a `ray.init` that starts a cluster here: as many pretended GPUs as the run's flags ask for.
+    """Return arguments for `ray.init` that start a cluster with as many pretended GPUs as the flags ask for.
 
     Args:
         args: flat, names with dots.
@@ -88,22 +88,22 @@ def ray_resources(args: Namespace) -> dict:
         groups.append("critic")
     num_gpus = sum(values[f"{group}.num_nodes"] * values[f"{group}.num_gpus_per_node"] for group in groups)
     num_gpus += (values["vllm.num_engines"] or 0) * values["vllm.tensor_parallel_size"]
-    # One CPU a GPU, and two for OpenRLHF's trainer actors: counts for Ray's scheduler, not cores. Ray would also start
-    # that many idle workers in advance.
+    # One CPU per GPU, and two for OpenRLHF's trainer actors. These are counts for Ray's scheduler, not cores. By
+    # default, Ray would start that many idle workers in advance.
     system = {"prestart_worker_first_driver": False}
     return {"num_gpus": num_gpus, "num_cpus": num_gpus + 2, "include_dashboard": False, "_system_config": system}
 
 
 def _no_compiled_ops(builder: ModuleType) -> None:
-    # DeepSpeed tries the compiler for each of its ops in every process, and compiles its shared-memory all-reduce at
-    # first use; torch and gloo do without.
+    # Otherwise DeepSpeed tries the compiler for each op in every process, and compiles its shared-memory all-reduce at
+    # first use. torch and gloo do not need them.
     builder.probe_is_compatible = lambda _: False
 
 
 def _gather_parameters_in_turn(partition_parameters: ModuleType) -> None:
-    # DeepSpeed 0.19.6 gathers a module's parameters at once and waits for the last of them (`launch_handles[-1]`). A
-    # CUDA stream has finished the others by then; gloo has not, and a parameter that is loaded meanwhile is overwritten
-    # (its pull request 8539).
+    # DeepSpeed 0.19.6 gathers a module's parameters together and waits for the last gather only (`launch_handles[-1]`).
+    # On a CUDA stream the others have finished by then. With gloo they may not have, and overwrite parameters that are
+    # loaded meanwhile (its pull request 8539).
     init = partition_parameters.Init
 
     def in_turn(self, param_list, hierarchy=0, quantize=False) -> None:
@@ -121,7 +121,7 @@ def _strategy(deepspeed_strategy: ModuleType) -> None:
     def with_torch_adam(self, *args, **kwargs) -> dict:
         config = get_ds_train_config(self, *args, **kwargs)
         if config.get("optimizer", {}).get("type") == "AdamW":
-            # The same AdamW; DeepSpeed's would be compiled at first use, for most of a minute.
+            # torch's AdamW is equal to DeepSpeed's, which would take most of a minute to compile at first use.
             config["optimizer"]["params"]["torch_adam"] = True
         return config
 
@@ -130,12 +130,12 @@ def _strategy(deepspeed_strategy: ModuleType) -> None:
 
 
 def _on_cpu(function):
-    """`function` with its first argument, a CUDA device, replaced by the CPU."""
+    """Replace the first argument of `function`, a CUDA device, by the CPU."""
     return lambda _, *args, **kwargs: function("cpu", *args, **kwargs)
 
 
 class _TorchOnCpu(ModuleType):
-    """torch for one module that names "cuda" as its device."""
+    """Stands for torch in a module that names "cuda" as its device."""
 
     def __init__(self, torch: ModuleType) -> None:
         super().__init__("torch")
@@ -151,7 +151,7 @@ def _replay_buffer_device(replay_buffer: ModuleType) -> None:
 
 
 class _GlooBroadcast:
-    """The one method of vLLM's PyNcclCommunicator that OpenRLHF calls, over gloo."""
+    """Implements over gloo the only method of vLLM's PyNcclCommunicator that OpenRLHF calls."""
 
     def __init__(self, group) -> None:
         self._group = group
@@ -189,7 +189,7 @@ def _worker_device(vllm_worker_wrap: ModuleType) -> None:
 
 
 def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
-    # OpenRLHF forces flash_attention_2 with packed samples; sdpa gets its block-diagonal mask from transformers.
+    # OpenRLHF forces flash_attention_2 for packed samples. For sdpa, transformers makes the block-diagonal mask.
     model = modeling_utils.PreTrainedModel
     upstream = model._check_and_adjust_attn_implementation
 
@@ -203,7 +203,7 @@ def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
 
 
 def _unpacked_linear_layers(layers_utils: ModuleType) -> None:
-    # vLLM repacks linear weights for CPU kernels when it loads them, and cannot load into them a second time.
+    # vLLM repacks linear weights for its CPU kernels when it loads them, and cannot load new weights into them.
     def dispatch_cpu_unquantized_gemm(layer, remove_weight: bool) -> None:
         from torch.nn.functional import linear
 

@@ -1,6 +1,7 @@
-"""flash_attn's padding helpers in torch, for a machine that cannot install it.
+"""flash_attn's padding helpers in torch, for machines without CUDA, which cannot install it.
 
-Only what `openrlhf/models/ring_attn_utils.py` imports, with flash_attn 2.8.3's signatures (`bert_padding.py`).
+These are the functions that `openrlhf/models/ring_attn_utils.py` imports, with the signatures of flash_attn 2.8.3
+(`bert_padding.py`).
 """
 
 import sys
@@ -11,12 +12,12 @@ from einops import rearrange
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows `indices` [n] of x [rows, ...]: [n, ...]."""
+    """Return the rows `indices` [n] of x [rows, ...] as [n, ...]."""
     return x[indices]
 
 
 def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> tuple:
-    """Drop padding.
+    """Remove the padding of a batch.
 
     Args:
         hidden_states: [batch, seqlen, ...].
@@ -34,22 +35,22 @@ def unpad_input(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> tu
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """The inverse: tokens [total, ...] back to [batch, seqlen, ...], zeros elsewhere."""
+    """Invert `unpad_input`: return tokens [total, ...] as [batch, seqlen, ...], with zeros elsewhere."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     padded = padded.index_copy(0, indices, hidden_states)
     return rearrange(padded, "(b s) ... -> b s ...", b=batch)
 
 
 def all_gather(x: torch.Tensor, process_group) -> torch.Tensor:
-    """Only ring attention calls it, and ring attention needs CUDA kernels."""
+    """Raise RuntimeError. Only ring attention calls this function, and it needs CUDA kernels."""
     raise RuntimeError("ring attention (--ds.ring_attn_size above 1) needs a GPU")
 
 
 def install() -> None:
-    """Let `from flash_attn.bert_padding import ...` find these functions.
+    """Make `from flash_attn.bert_padding import ...` find these functions.
 
-    Only the submodules are made known, not `flash_attn` itself: transformers and vLLM ask for the package to decide
-    whether its kernels are there, and must go on hearing that they are not.
+    Only the submodules are installed, and not `flash_attn` itself, because transformers and vLLM look for the package
+    to decide whether its kernels are available.
     """
     bert_padding = ModuleType("flash_attn.bert_padding")
     for function in (index_first_axis, pad_input, rearrange, unpad_input):

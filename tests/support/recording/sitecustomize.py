@@ -1,11 +1,15 @@
-"""Loaded by every Python process of a run with this folder on PYTHONPATH: keeps what the actors publish and train on.
+"""Records the weights that a run's actors publish, and the micro-batches that they train on.
 
-It hooks into OpenRLHF's own classes, not into ours, and counts on its own. The folder RECORDING gets weights-N.pt, the
-weights of the N-th broadcast, and actor-N-R-I.pt and critic-N-R-I.pt: the I-th micro-batch that rank R trained on, N
-broadcasts in, every tensor of the experience, and for the actor what went into the loss and how much that clipped. A
-resumed run's broadcasts are counted on from RECORDING_START. The run is in float32, in which no version's log-probs are
-mistaken for another's. With RECORDING_MIXED async training publishes weights while responses are under way, whatever is
-faster.
+Every Python process of a run with this folder on PYTHONPATH loads it. It hooks into OpenRLHF's own classes and counts
+independently of our code. The folder RECORDING gets
+
+    weights-N.pt         the weights of the N-th broadcast
+    actor-N-R-I.pt       the I-th micro-batch that rank R trained on, after N broadcasts: all tensors of the experience,
+                         the inputs of the loss, and the fraction of tokens that the loss clipped
+    critic-N-R-I.pt      the same for the critic, without the loss
+
+Broadcasts of a resumed run are counted from RECORDING_START. The run is in float32, so that the log-probs of different
+versions can be told apart. With RECORDING_MIXED, async training always publishes weights while responses are under way.
 """
 
 import functools
@@ -65,7 +69,7 @@ def _record_actor(ppo_actor) -> None:
 
 
 def _publish_amid_responses(trainer_async) -> None:
-    """Let a rollout begin just before a broadcast, and the broadcast wait for it."""
+    """Make a rollout begin just before each broadcast, and the broadcast wait for its first requests."""
     trainer = trainer_async.TrainingActor.__ray_metadata__.modified_class
     upstream_init, upstream = trainer.__init__, trainer.broadcast_to_vllm
 
@@ -79,7 +83,7 @@ def _publish_amid_responses(trainer_async) -> None:
         import ray
 
         self.free_slots.put(self.rollout_slots.get_nowait(), block=True)
-        end = time.monotonic() + 3  # after the last prompts no rollout begins
+        end = time.monotonic() + 3  # limited, because no rollout begins after the last prompts
         while time.monotonic() < end:
             if any(ray.get([engine.get_num_unfinished_requests.remote() for engine in self.vllm_engines])):
                 break
