@@ -61,7 +61,9 @@ def run_upstream(
         start()
         return upstream_is_initialized()
 
-    argparse.ArgumentParser.parse_args, ray.is_initialized = parse_args, is_initialized
+    # OpenRLHF's main block calls parse_args without arguments.
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[assignment]
+    ray.is_initialized = is_initialized
     sys.argv = [UPSTREAM, *argv]
     try:
         runpy.run_module(UPSTREAM, run_name="__main__")

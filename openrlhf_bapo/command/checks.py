@@ -332,7 +332,7 @@ def check_gpus(groups: dict[str, int], num_gpus: int) -> None:
     """
     if sum(groups.values()) > num_gpus:
         flags = {"actor": "actor", "engines": "vllm", "reference": "ref", "critic": "critic", "reward model": "reward"}
-        name = max(groups, key=groups.get)
+        name = max(groups, key=groups.__getitem__)
         flag = "num_engines" if name == "engines" else "num_gpus_per_node"
         listed = ", ".join(f"{count} {group}" for group, count in groups.items())
         raise FlagError(

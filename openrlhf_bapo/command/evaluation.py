@@ -11,18 +11,19 @@ The responses to a problem are written as soon as all n are finished, so that a 
 
 import fcntl
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any
 
+from openrlhf_bapo import math_tasks
 from openrlhf_bapo.command.flags import FlagError
 from openrlhf_bapo.command.input_files import check_model, check_python_file, check_row, is_url, json_value
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
@@ -56,14 +57,14 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
     Raises:
         FlagError: if a file cannot be read or has no problem, or a line is not a JSON object or lacks a key.
     """
-    problems = {}
+    problems: dict[str, Problem] = {}
     for file in files:
         path = Path(file).resolve()
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise FlagError(f"--data {file}: cannot be read ({error}); allowed: a JSONL file") from error
-        in_file = []
+        in_file: list[Problem] = []
         for number, line in enumerate(lines, start=1):
             if line.strip() and len(in_file) != max_problems:
                 where = f"--data {file}: line {number}"
@@ -82,7 +83,7 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
 class Prompts:
     """The problems as prompts for the engines."""
 
-    tokenizer: object
+    tokenizer: Any
     texts: dict[str, str]
     """Prompts by problem key."""
 
@@ -156,7 +157,7 @@ def reward_endpoints(reward: str | None) -> list[str]:
         FlagError: if `reward` is neither an existing file nor URLs.
     """
     if reward is None:
-        return [importlib.util.find_spec("openrlhf_bapo.math_tasks.reward").origin]
+        return [str(Path(math_tasks.__file__).with_name("reward.py"))]
     allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
     if reward.endswith(".py"):
         check_python_file("--reward", reward, allowed)
@@ -308,7 +309,7 @@ class EvaluationRecord:
         return self.out / "results.json"
 
 
-def _write_whole(file: Path, parts) -> None:
+def _write_whole(file: Path, parts: Iterable[str]) -> None:
     """Write to another file and rename it, so that `file` is never incomplete."""
     aside = file.with_name(file.name + ".part")
     with open(aside, "w", encoding="utf-8") as stream:
@@ -433,7 +434,7 @@ def generate(
     tokenizer = ray.put(prompts.tokenizer)
     waiting, in_flight = deque(problems), {}
 
-    def submit(engine) -> None:
+    def submit(engine: Any) -> None:
         if not waiting:
             return
         problem = waiting.popleft()
@@ -457,7 +458,7 @@ def generate(
         yield problem, ray.get(ready)
 
 
-def describe_response(response: dict, tokenizer) -> dict:
+def describe_response(response: dict, tokenizer: Any) -> dict:
     """Convert a response of OpenRLHF's engines to its line: text, num_tokens, truncated, reward, answer.
 
     The reward is None if the reward function failed or returned a non-finite number.

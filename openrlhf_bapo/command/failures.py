@@ -72,7 +72,7 @@ def _in_words(error: BaseException) -> str:
 def _process(text: str) -> str:
     """Name the process in Ray's message about a dead actor; the exception itself has only the actor's id."""
     found = {key: match[1] for key in ("class_name", "pid", "ip") if (match := re.search(rf"\b{key}: (\S+)", text))}
-    name = found.get("class_name") or next((name for name in PROCESSES if name in text), None)
+    name = found.get("class_name") or next((name for name in PROCESSES if name in text), "")
     which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
     return PROCESSES.get(name, "a Ray actor, or its node's raylet,") + (f" ({', '.join(which)})" if which else "")
 

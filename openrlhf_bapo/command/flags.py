@@ -424,7 +424,7 @@ def _check_replay(values: dict, ratio: float, policy_loss: str) -> None:
     """Refuse flags that replay cannot be combined with, and sizes that leave samples over."""
     if policy_loss == "gspo":
         raise FlagError(f"--replay.ratio {ratio}: allowed with --policy_loss ppo or bapo, not gspo")
-    num_samples, size = values.get("rollout.n_samples_per_prompt"), values.get("train.batch_size")
+    num_samples = values.get("rollout.n_samples_per_prompt")
     if num_samples is None:
         return  # OpenRLHF's flags are not known yet
     if num_samples == 1 and values["replay.skip_uninformative"]:
@@ -432,7 +432,7 @@ def _check_replay(values: dict, ratio: float, policy_loss: str) -> None:
             "--replay.skip_uninformative: skips every group of --rollout.n_samples_per_prompt 1; allowed: "
             "--no-replay.skip_uninformative"
         )
-    num_groups = values["rollout.batch_size"]
+    num_groups, size = values["rollout.batch_size"], values["train.batch_size"]
     if num_groups * num_samples % size:
         raise FlagError(
             f"--train.batch_size {size}: with --replay.ratio it must divide --rollout.batch_size x "

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from openrlhf_bapo.command.flags import FlagError
@@ -125,7 +126,7 @@ def check_row(row: object, where: str, keys: dict[str, str]) -> None:
             raise FlagError(f"{where} has no key {key!r}; allowed for {flag}: one of {', '.join(row)}")
 
 
-def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
+def _json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
     """Yield (place in the file, row) of the rows that are read."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -145,7 +146,7 @@ def _json_rows(file: Path, where: str) -> Iterable[tuple[str, object]]:
             yield "a row at its end", json_value(line, f"{where}: a row at its end")
 
 
-def json_value(text: str, where: str) -> object:
+def json_value(text: str, where: str) -> Any:
     """Parse one line; FlagError if it is not JSON."""
     try:
         return json.loads(text)
@@ -172,7 +173,7 @@ def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
 # Models.
 
 
-def model_length(config) -> int | None:
+def model_length(config: Any) -> int | None:
     """Positions of a text model, in tokens, as vLLM computes them from its configuration; None: not known."""
     length = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -183,7 +184,7 @@ def model_length(config) -> int | None:
     return int(length * rope.get("factor", 1.0))
 
 
-def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: bool = False):
+def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: bool = False) -> Any:
     """Refuse a model folder whose configuration, tokenizer or weights cannot be loaded.
 
     Args:
@@ -217,7 +218,7 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
     return config
 
 
-def _loaded_by(loader, where: str, folder: Path, what: str):
+def _loaded_by(loader: Any, where: str, folder: Path, what: str) -> Any:
     try:
         return loader.from_pretrained(folder, trust_remote_code=True)
     except Exception as error:  # transformers and a model's own code raise many kinds
@@ -225,7 +226,7 @@ def _loaded_by(loader, where: str, folder: Path, what: str):
         raise FlagError(f"{where}: its {what} cannot be loaded ({reason[0]})") from None
 
 
-def _check_architecture(where: str, config) -> None:
+def _check_architecture(where: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     knows = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config")
@@ -235,7 +236,7 @@ def _check_architecture(where: str, config) -> None:
         )
 
 
-def _check_tokenizer(where: str, folder: Path, config, apply_chat_template: bool) -> None:
+def _check_tokenizer(where: str, folder: Path, config: Any, apply_chat_template: bool) -> None:
     from transformers import AutoTokenizer
 
     # Without a vocabulary, transformers makes an empty tokenizer.

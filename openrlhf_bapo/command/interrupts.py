@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
-from types import ModuleType
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import wrapt
 
@@ -27,7 +29,7 @@ def catch_signals(came: list[int], finishes_step: bool) -> None:
         finishes_step: `--ckpt.on_interrupt`; without it, the first signal ends the run at once.
     """
 
-    def handle(number: int, _) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         came.append(number)
         if len(came) > 1 or not finishes_step:
             raise KeyboardInterrupt  # Ray lets it through
@@ -59,9 +61,9 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
         failures: the list that gets the engine's exception.
     """
 
-    def watched(create_vllm_engines):
+    def watched(create_vllm_engines: Callable[..., list]) -> Callable[..., list]:
         @functools.wraps(create_vllm_engines)
-        def create(*args, **kwargs) -> list:
+        def create(*args: Any, **kwargs: Any) -> list:
             engines.extend(create_vllm_engines(*args, **kwargs))
             threading.Thread(target=wait, daemon=True).start()
             return list(engines)
@@ -77,7 +79,7 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
             failures.append(error)
             os.kill(os.getpid(), _FAILED)
 
-    def use(ray_parts: ModuleType) -> None:
+    def use(ray_parts: Any) -> None:
         ray_parts.create_vllm_engines = watched(ray_parts.create_vllm_engines)
 
     wrapt.register_post_import_hook(use, "openrlhf.trainer.ray")
@@ -94,3 +96,4 @@ def find_dead_engine(engines: list) -> BaseException | None:
         return None  # an engine is busy
     except Exception as error:
         return error
+    return None

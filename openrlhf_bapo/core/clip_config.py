@@ -91,7 +91,7 @@ class ClipConfig:
             raise ValueError(f"preset {name!r} is unknown; allowed: {', '.join(PRESETS)}")
         return PRESETS[name]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Raise ValueError, which names the field, its value and what is allowed."""
         for field in fields(self):
             value = getattr(self, field.name)

@@ -26,6 +26,7 @@ core/saved_pool.py describes the files of a saved pool.
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +65,7 @@ class PartialConfig:
     """How to treat a response that would become too old, or exceed `max_segments`: "drop" drops its group, "finish"
     ends the response where it is, as truncated."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Raise ValueError with the field, its value and what is allowed."""
         for name in ("token_budget", "max_segments", "max_staleness"):
             if getattr(self, name) < 0:
@@ -332,7 +333,7 @@ class PartialPool:
     def _is_at_last_segment(self, response: Response) -> bool:
         return 0 < self.config.max_segments <= len(response.segments)
 
-    def _sorted(self, belongs) -> list[Group]:
+    def _sorted(self, belongs: Callable[[Group], object]) -> list[Group]:
         groups = [group for group in self._groups.values() if belongs(group)]
         return sorted(groups, key=lambda group: (group.oldest_version, group.key))
 

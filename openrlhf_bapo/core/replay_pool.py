@@ -82,7 +82,7 @@ class ReplayConfig:
     seed: int = 0
     """Seed of the generator that makes the draws. A loaded pool continues with the saved generator instead."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Raise ValueError with the field, its value and what is allowed."""
         if not (math.isfinite(self.ratio) and self.ratio >= 0):
             raise ValueError(f"ratio {self.ratio} is not allowed; it must be at least 0")
@@ -128,7 +128,7 @@ class Group:
     key: int = -1
     """Number in the order of arrival, unique in a pool. `ReplayPool.add` sets it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rewards.shape != (len(self.samples),):
             raise ValueError(f"rewards of shape {tuple(self.rewards.shape)} do not fit {len(self.samples)} samples")
         self.rewards = _compact(self.rewards, torch.float32)
