@@ -63,9 +63,9 @@ def __getattr__(name: str) -> Any:
 
 
 def register_in_vllm() -> None:
-    """The entry point in the group `vllm.general_plugins`, which vLLM calls in all of its processes.
+    """Register in a process of vLLM, which calls this entry point (`vllm.general_plugins`) in all of its processes.
 
-    Those of OpenRLHF that are no Ray workers are reached in no other way; without OpenRLHF there is nothing to do.
+    Only this reaches those processes of an engine that are not Ray workers. Without OpenRLHF there is nothing to do.
     """
     if importlib.util.find_spec("openrlhf"):
         importlib.import_module("openrlhf_bapo.openrlhf.registration").register()

@@ -127,6 +127,7 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
     """verl's engine, with an update of the clip rule around each optimizer step; logs `bounds_metrics` of each."""
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
+        """Make verl's optimizer step, and close the rule's update before or after it, as the rule needs."""
         update: _Update = loss_function.keywords["config"].policy_loss.update
         rule = update.rule
         update.group = self.get_data_parallel_group()

@@ -24,12 +24,13 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
-import pipeline  # noqa: E402
+import pipeline
 
 BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
@@ -126,7 +127,7 @@ def account(steps: list[dict], waiting: list[str], prompts: set[str]) -> list[st
         problems.append(
             f"{started} prompts were started; {times.total()} were trained on, {dropped} dropped, {len(waiting)} wait"
         )
-    for before, record in zip(steps, steps[1:], strict=False):
+    for before, record in pairwise(steps):
         if before["after"] != record["before"]:
             problems.append(f"step {record['step']} began with {record['before']}, not {before['after']}")
     problems += [

@@ -7,6 +7,7 @@ which scripts/run_mutation_tests.sh makes.
 
 import argparse
 import ast
+import contextlib
 import functools
 import gc
 import importlib
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -103,7 +105,7 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
 class _Plain(ast.NodeTransformer):
     """`not a == b` becomes `a != b`, and `not not a` becomes `a`: two operators often make the same mutant."""
 
-    OPPOSITE = {ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Is: ast.IsNot, ast.In: ast.NotIn}
+    OPPOSITE: ClassVar = {ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Is: ast.IsNot, ast.In: ast.NotIn}
     OPPOSITE |= {opposite: operator for operator, opposite in OPPOSITE.items()}
 
     def visit_UnaryOp(self, node):
@@ -218,10 +220,8 @@ def run_tests(tests: list[str], limit: float, log: Path) -> str:
             status = found
         else:
             time.sleep(0.02)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)  # also what its tests have left behind
-    except ProcessLookupError:
-        pass
     if status is None:
         os.waitpid(process, 0)
         return "timeout"

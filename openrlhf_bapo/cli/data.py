@@ -154,7 +154,7 @@ def _write(path: Path, lines: Iterable[dict]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the command line's parser."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo data", description=__doc__)
     parser.error = exit_with_one_line
     parser.add_argument("name", metavar="NAME", choices=tuple(DATASETS), help=", ".join(DATASETS))

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the command line's parser."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo evaluate", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder (from --ckpt.output_dir or --ckpt.save_hf), or name on the hub")
@@ -146,8 +146,11 @@ def _generate(
     log_file = record.out / "engines.log"
     _say(f"starting engines, which log to {log_file}")
     terminal = sys.stderr
-    with open(log_file, "a") as log, redirect_stdout(log), redirect_stderr(log):
-        with evaluation.running_engines(
+    with (
+        open(log_file, "a") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+        evaluation.running_engines(
             args.model,
             num_engines=args.num_engines,
             tensor_parallel_size=args.tensor_parallel_size,
@@ -155,13 +158,14 @@ def _generate(
             seed=evaluation.engine_seed(args.seed, len(record.finished)),
             max_model_len=prompts.max_model_len,
             endpoints=endpoints,
-        ) as engines:
-            progress = Progress(list(record.finished.values()), len(record.finished) + len(waiting), terminal)
-            for problem, responses in evaluation.generate(
-                engines, waiting, prompts, args.label_key, args.n, args.temperature, args.top_p
-            ):
-                described = [evaluation.describe_response(response, prompts.tokenizer) for response in responses]
-                progress.add(record.append(problem, prompts.texts[problem.key], problem.row[args.label_key], described))
+        ) as engines,
+    ):
+        progress = Progress(list(record.finished.values()), len(record.finished) + len(waiting), terminal)
+        for problem, responses in evaluation.generate(
+            engines, waiting, prompts, args.label_key, args.n, args.temperature, args.top_p
+        ):
+            described = [evaluation.describe_response(response, prompts.tokenizer) for response in responses]
+            progress.add(record.append(problem, prompts.texts[problem.key], problem.row[args.label_key], described))
 
 
 class Progress:

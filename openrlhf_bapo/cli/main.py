@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _missing(extra: str | None) -> list[str]:
-    """Packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     lines = [line for line in metadata.requires("openrlhf-bapo") or () if line.endswith(f'extra == "{extra}"')]
     return [name for name in (re.split(r"[^\w.-]", line)[0] for line in lines) if not _is_installed(name)]
 

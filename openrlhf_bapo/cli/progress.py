@@ -95,12 +95,17 @@ def main(argv: list[str]) -> None:
                     continue
             shown_at = time.monotonic()
             print(f"[{shown_at - start:4.0f} s] {shown}", flush=True)
-    if not is_complete:
+    if is_complete:
+        _print_improvement(evaluations)
+    else:
         if not any(line.startswith(_OURS) for line in last):
             sys.stderr.writelines(last)
             print("the command ended here without a message, so it was probably killed", file=sys.stderr)
         print(f"openrlhf-bapo: the whole output is in {args.log}", file=sys.stderr)
-    elif len(evaluations) > 1:
+
+
+def _print_improvement(evaluations: list[tuple[int, dict[str, float]]]) -> None:
+    if len(evaluations) > 1:
         (first, before), (last_step, after) = evaluations[0], evaluations[-1]
         for name in before:
             if name.endswith("_pass1"):

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
     rows = []
     for sign, tokens in signs.items():
         bins = np.digitize(tokens["ratio"], np.array(RATIO_EDGES, dtype=tokens["ratio"].dtype)) - 1
-        labels = [f"{low:g}-{high:g}" for low, high in zip(RATIO_EDGES, RATIO_EDGES[1:], strict=False)]
+        labels = [f"{low:g}-{high:g}" for low, high in itertools.pairwise(RATIO_EDGES)]
         for by, index, groups in (("ratio", bins, labels), ("fate", tokens["fate"], FATES)):
             for place, group in enumerate(groups):
                 entropy, probability = (

@@ -172,7 +172,7 @@ def _takes_an_input(template: str) -> bool:
 
 
 def _clashes_of_replay(args: Namespace) -> Iterator[str]:
-    """Settings that never replay a group, or fewer groups than asked for."""
+    """Find settings that never replay a group, or fewer groups than asked for."""
     replay = args.replay
     if not replay.ratio:
         return

@@ -215,7 +215,7 @@ class EvaluationRecord:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             # lockf, not flock: the lock ends with this process, even if a forked child lives on.
-            self._lock = open(self.out / "lock", "w")
+            self._lock = open(self.out / "lock", "w")  # noqa: SIM115
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise FlagError(f"--out {out}: another process is evaluating into it; allowed: another folder") from error

@@ -78,7 +78,7 @@ def _process(text: str) -> str:
 
 
 def nearest_folder(folder: str | Path) -> Path:
-    """The folder, or its nearest ancestor that exists."""
+    """Return the folder, or its nearest ancestor that exists."""
     there = Path(folder).absolute()
     while not there.exists():
         there = there.parent

@@ -379,7 +379,7 @@ def _fill_in_lag(values: dict) -> None:
 
 
 def _ratio_base(values: dict, policy_loss: str) -> str | None:
-    """The denominator of the ratio for fresh samples: "recomputed", "rollout", or None for OpenRLHF's own way."""
+    """Return the ratio's denominator for fresh samples: "recomputed", "rollout", or None for OpenRLHF's own choice."""
     base = values["offpolicy.ratio_base"]
     if base is None and not (policy_loss == "bapo" or values["replay.ratio"] or values["partial.token_budget"]):
         return None

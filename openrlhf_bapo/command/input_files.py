@@ -311,7 +311,8 @@ class LoadedFile:
 
     def __init__(self, flag: str, file: str, name: str) -> None:
         self.what = flag, file, name
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # a pipe would stay open with the file's children
+        # Not a pipe, which would stay open with the file's children.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         code = _LOAD.format(use=_USES[name], loaded=_LOADED)
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, file, name],

@@ -86,7 +86,7 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
 
 
 def find_dead_engine(engines: list) -> BaseException | None:
-    """The exception of an engine that has died, if one has; the actors know only that a connection broke."""
+    """Return the exception of an engine that has died, if any. The actors know only that a connection broke."""
     import ray
 
     time.sleep(1)  # a connection may break before vLLM notices that its process has ended

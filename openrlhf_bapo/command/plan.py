@@ -189,7 +189,7 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
 
 
 def _room(flag: str, args: Namespace) -> tuple[Path, int]:
-    """The folder of a flag, and the bytes available to it: free on its disk, or in files that the run replaces."""
+    """Return the folder of a flag, and the bytes that are free on its disk or in files that the run replaces."""
     of_checkpoints = flag == "--ckpt.path"
     folder = Path(args.ckpt.path if of_checkpoints else args.ckpt.output_dir)
     replaced = (file for file in folder.glob("_*/**/*" if of_checkpoints else "*") if file.is_file())
@@ -218,7 +218,7 @@ def warn_of_small_disks(args: Namespace) -> None:
 
 
 def training_setup(args: Namespace) -> TrainingSetup:
-    """How `args` train the actor."""
+    """Return how `args` train the actor."""
     if args.train.dynamic_batch_enable:
         size = args.ds.ring_attn_size * args.ds.tensor_parallel_size
         train_tokens, forward_tokens = (
@@ -251,7 +251,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
 
 
 def engine_setup(args: Namespace) -> EngineSetup:
-    """How `args` run the rollout engines."""
+    """Return how `args` run the rollout engines."""
     return EngineSetup(
         max_len=args.data.max_len,
         tensor_parallel_size=args.vllm.tensor_parallel_size,
@@ -305,18 +305,18 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
 
 
 def _num_samples(args: Namespace) -> int:
-    """The most samples of a training step, fresh and replayed."""
+    """Return the maximum number of samples in a training step, fresh and replayed."""
     fresh = args.rollout.batch_size
     return (fresh + round(args.replay.ratio * fresh)) * args.rollout.n_samples_per_prompt
 
 
 def _num_optimizer_steps(args: Namespace) -> int:
-    """The most optimizer steps of a training step."""
+    """Return the maximum number of optimizer steps in a training step."""
     return _num_samples(args) // args.train.batch_size * args.train.max_epochs
 
 
 def num_ratio_forwards(args: Namespace, length: int) -> int:
-    """Optimizer steps of a training step that are preceded by a forward without gradient over all their tokens.
+    """Count the optimizer steps in a training step that need a forward without gradient over all their tokens first.
 
     With `--bapo.scope update` these are the steps of several micro-batches. The first step after fresh rollouts needs
     no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With

@@ -259,15 +259,18 @@ class SteadyBounds(ClipRule):
         return found
 
     def to(self, device: torch.device) -> None:
+        """Keep the bounds and the averaged tally on the device of the tokens."""
         super().to(device)
         if self._average is not None:
             self._average = ContributionTally(self._average.sums.to(device))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the bounds, and the averaged tally if there is one."""
         state = super().state_dict()
         return state if self._average is None else state | {"tally": self._average.sums}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a `state_dict` of a rule with the same settings."""
         super().load_state_dict(state)
         self._average = ContributionTally(state["tally"]) if "tally" in state else None
 

@@ -244,7 +244,7 @@ class PartialPool:
         self._counters["tokens_wasted"] += group.num_tokens
 
     def metrics(self) -> dict[str, float]:
-        """Current sizes of the pool, and the counts and the taken responses' segments since the last call.
+        """Return the pool's current sizes, and the counts and the taken responses' segments since the last call.
 
         Returns:
             "partial/" in_flight and waiting (unfinished and complete groups), started, taken, dropped (all reasons)

@@ -283,7 +283,7 @@ class ReplayPool:
         self._drop(self._oldest(max(0, len(self) - self.config.capacity)), "groups_evicted")
 
     def metrics(self) -> dict[str, float]:
-        """Current size, bytes and mean `num_reused` of the pool, and the counts since the last call."""
+        """Return the pool's current size, bytes and mean `num_reused`, and the counts since the last call."""
         num_reused = sum(group.num_reused for group in self._groups.values())
         found = {
             "replay/size": float(len(self)),

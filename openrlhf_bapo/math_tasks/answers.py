@@ -170,7 +170,7 @@ _FRACTION = re.compile(
 
 
 def _fraction(text: str) -> Fraction | None:
-    """Return the value of a text such as 7, 1,000, 0.5, 1/2, \\frac{1}{2} or 3\\frac{1}{2}, or None for others."""
+    r"""Return the value of a text such as 7, 1,000, 0.5, 1/2, \frac{1}{2} or 3\frac{1}{2}, or None for others."""
     match = _FRACTION.fullmatch(text)
     if not match:
         return None

@@ -1,10 +1,10 @@
-"""Public mathematics datasets: from a published row to a problem and its final answer.
+r"""Public mathematics datasets: from a published row to a problem and its final answer.
 
 Keys and forms differ between datasets, and between copies of one dataset. All rows are read by the same rules:
 
     problem    the first of `PROBLEM_KEYS` that has a value: text, or a chat of one user message
     answer     the first of `ANSWER_KEYS` that has a value: text, a number, a list of one answer, a `reward_model`
-               with its `ground_truth`, or a worked solution with the answer in its last \\boxed{}
+               with its `ground_truth`, or a worked solution with the answer in its last \boxed{}
 
 A `MathDataset` says where the rows come from, how they differ from other datasets' rows, and how its problems and
 answers are cleaned. A row without a problem or without exactly one checkable answer is left out with a reason. Every
@@ -70,7 +70,7 @@ class WrongDataset(Exception):
 
 
 def last_boxed(text: str) -> str:
-    """Return the content of the last \\boxed{} of a text, with nested braces.
+    r"""Return the content of the last \boxed{} of a text, with nested braces.
 
     Raises:
         UnusableRow: if there is no box, or its braces do not balance.

@@ -18,13 +18,16 @@ from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 def leave_out_nonfinite(
     action_mask: torch.Tensor, *values: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """A mask without the tokens of which some value is not finite, the values with zeros there, and their number.
+    """Mask the tokens that have a value that is not finite.
 
-    Where all is finite the results are the arguments', bit for bit; nothing is read on the host.
+    If all values are finite, the results are the arguments, bit for bit. Nothing is read on the host.
 
     Args:
         action_mask: [batch, actions], 1 for the response's tokens.
         values: each [batch, actions].
+
+    Returns:
+        The mask without these tokens, the values with zeros there, and the number of these tokens.
     """
     finite = functools.reduce(torch.logical_and, map(torch.isfinite, values))
     num_left_out = ((action_mask > 0) & ~finite).sum()
@@ -176,6 +179,7 @@ class Timer:
         self._end = self._now()
 
     def seconds(self) -> float:
+        """Return the measured time. Waits for the device."""
         if isinstance(self._start, float):
             return self._end - self._start
         self._end.synchronize()

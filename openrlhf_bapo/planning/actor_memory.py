@@ -70,7 +70,7 @@ def dynamic_batch_tokens(max_tokens_per_gpu: int, max_len: int, gpus_per_sample:
 
 
 def training_phases(shape: ModelShape, setup: TrainingSetup) -> list[Phase]:
-    """The phases of an actor's GPU in which the actor, or the reference model beside it, computes."""
+    """Return the phases of an actor's GPU in which the actor, or the reference model beside it, computes."""
     tensor_parallel_size, checkpoints = setup.tensor_parallel_size, setup.gradient_checkpointing
     tokens = divide_up(setup.micro_batch_tokens, setup.ring_attn_size)
     forward_tokens = divide_up(setup.forward_tokens, setup.ring_attn_size)
@@ -129,7 +129,7 @@ def idle_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def weight_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """The actor's bf16 weights: sharded at ZeRO-3, whole below; with zpg above 1 a second copy over zpg GPUs."""
+    """Return the actor's bf16 weights: sharded at ZeRO-3, whole below; with zpg above 1 a second copy over zpg GPUs."""
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
     if setup.zero_stage < 3:
         return [shared_term("weights", 2, elements, "parameters")]
@@ -166,7 +166,7 @@ def optimizer_terms(shape: ModelShape, setup: TrainingSetup, stepping: bool = Fa
 
 
 def bucket_terms(setup: TrainingSetup) -> list[Term]:
-    """The bf16 bucket from which gradients are reduced; two of them with overlap_comm at ZeRO-1 and 2.
+    """Return the bf16 bucket from which gradients are reduced; two of them with overlap_comm at ZeRO-1 and 2.
 
     ZeRO-3 allocates it at the start and keeps it, ZeRO-1 and 2 allocate it for each backward.
     """
@@ -198,7 +198,7 @@ def in_flight_gradient_terms(shape: ModelShape, setup: TrainingSetup) -> list[Te
 
 
 def step_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """The optimizer step's copies of the gradients: flat in bf16 and in fp32; at ZeRO-3 one sub-group at a time."""
+    """Return the optimizer step's copies of gradients: flat in bf16 and in fp32; at ZeRO-3 one sub-group at a time."""
     if setup.adam_offload:
         return []
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
@@ -210,7 +210,7 @@ def step_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def frozen_copy_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """The bf16 reference model and EMA copy.
+    """Return the bf16 reference model and EMA copy.
 
     Both have ZeRO stage 3 or 0 and `offload_param` (deepspeed_utils.get_eval_ds_config), always on for the EMA copy.
     Only stage 3 reads `offload_param`, so below ZeRO-3 both copies stay on the GPU.
@@ -227,7 +227,7 @@ def frozen_copy_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def training_process_term(setup: TrainingSetup) -> Term:
-    """The actor's process and the reference model's."""
+    """Return the actor's process and the reference model's."""
     return process_term("processes", 1 + setup.has_reference)
 
 

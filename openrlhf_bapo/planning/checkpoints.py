@@ -10,7 +10,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 14
 
 
 def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int, num_extra_columns: int = 0) -> Term:
-    """A full replay pool on the trainer's host.
+    """Return a full replay pool's memory on the trainer's host.
 
     Args:
         capacity: groups of the pool.

@@ -50,7 +50,7 @@ def kv_bytes_per_token(shape: ModelShape, tensor_parallel_size: int) -> int:
 
 
 def kv_cache(shape: ModelShape, engine: EngineSetup, gpu_bytes: int) -> KvCache:
-    """The cache that vLLM allocates: its share of the GPU, less weights, workspace and its process."""
+    """Return the cache that vLLM allocates: its share of the GPU, less weights, workspace and its process."""
     share = math.ceil(gpu_bytes * engine.gpu_memory_utilization)
     others = (engine_weight_term(shape, engine), engine_workspace_term(shape, engine), engine_process_term(engine))
     budget = share - sum(term.bytes for term in others)
@@ -60,12 +60,12 @@ def kv_cache(shape: ModelShape, engine: EngineSetup, gpu_bytes: int) -> KvCache:
 
 
 def engine_weight_term(shape: ModelShape, engine: EngineSetup) -> Term:
-    """vLLM's bf16 weights on one GPU; tensor parallelism splits the embeddings too."""
+    """Return vLLM's bf16 weights on one GPU; tensor parallelism splits the embeddings too."""
     return shared_term("vLLM weights", 2, shape.num_parameters, "parameters", engine.tensor_parallel_size)
 
 
 def engine_workspace_term(shape: ModelShape, engine: EngineSetup) -> Term:
-    """The peak of vLLM's profile run: an estimate.
+    """Estimate the peak of vLLM's profile run.
 
     A forward of VLLM_BATCHED_TOKENS, and 16 bytes per logit of VLLM_SEQUENCES (bf16, fp32, probabilities, sorting).
     """
@@ -75,12 +75,12 @@ def engine_workspace_term(shape: ModelShape, engine: EngineSetup) -> Term:
 
 
 def engine_process_term(engine: EngineSetup) -> Term:
-    """An engine's process and, unless --vllm.enforce_eager, its CUDA graphs; both stay while it sleeps."""
+    """Return an engine's process and, unless --vllm.enforce_eager, its CUDA graphs; both stay while it sleeps."""
     return process_term("vLLM process, CUDA graphs", 1 if engine.enforce_eager else 2)
 
 
 def engine_phase(shape: ModelShape, engine: EngineSetup, gpu_bytes: int, beside: Iterable[Term] = ()) -> Phase:
-    """Generation, with the terms that are `beside` the engine on its GPU."""
+    """Return the generation phase, with the terms that are `beside` the engine on its GPU."""
     cache = kv_cache(shape, engine, gpu_bytes)
     formula = (
         f"{gpu_bytes:,} x {engine.gpu_memory_utilization} less the other vLLM terms: {cache.num_tokens:,} tokens x "

@@ -75,11 +75,11 @@ def divide_up(numerator: int, denominator: int) -> int:
 
 
 def shared_term(name: str, factor: int, elements: int, what: str, num_gpus: int = 1) -> Term:
-    """A term of `factor` bytes per element, with the elements shared by `num_gpus`."""
+    """Return a term of `factor` bytes per element, with the elements shared by `num_gpus`."""
     formula = f"{factor} bytes x {elements:,} {what}" + (f" / {num_gpus} GPUs" if num_gpus > 1 else "")
     return Term(name, factor * divide_up(elements, num_gpus), formula)
 
 
 def process_term(name: str, num_processes: int) -> Term:
-    """The memory of processes outside torch's tensors."""
+    """Return the memory of processes outside torch's tensors."""
     return Term(name, num_processes * PROCESS_BYTES, f"{num_processes} x {PROCESS_BYTES:,} bytes (estimate)")

@@ -474,7 +474,7 @@ def test_every_problem_is_asked_for_once_with_its_label_and_the_sampling_of_the_
     class Engine:
         """Stands for an engine's Ray actor, and Ray for itself: it notes what it is asked for."""
 
-        class generate_responses:  # noqa: N801
+        class generate_responses:
             @staticmethod
             def remote(**arguments) -> int:
                 asked.append(arguments)

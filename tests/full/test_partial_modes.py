@@ -49,7 +49,7 @@ def _generate_greedily(directory: Path) -> None:
 
     from openrlhf_bapo.command import evaluation
 
-    prompts = [json.loads(line)["input"] for line in open(directory / "train.jsonl")][:40]
+    prompts = [json.loads(line)["input"] for line in (directory / "train.jsonl").read_text().splitlines()][:40]
 
     async def main() -> list:
         import transformers

@@ -146,7 +146,7 @@ def make_verls_data(directory) -> None:
             prompt=[dict(role="user", content=row["input"])],
             reward_model=dict(style="rule", ground_truth=row["label"]),
         )
-        for row in map(json.loads, open(directory / "train.jsonl"))
+        for row in map(json.loads, (directory / "train.jsonl").read_text().splitlines())
     ]
     for part in ("train", "test"):
         Dataset.from_list(rows).to_parquet(directory / f"{part}.parquet")

@@ -9,43 +9,43 @@ from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
 
-import pipeline  # noqa: E402
-import presets  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import trl.experimental.ppo  # noqa: E402
-import verl  # noqa: E402
-import verl_cpu  # noqa: E402, F401
-from hydra import compose, initialize_config_dir  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.trainer.ppo import core_algos  # noqa: E402
-from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E402
-from verl.utils import tensordict_utils  # noqa: E402
-from verl.utils.config import omega_conf_to_dataclass, validate_config  # noqa: E402
-from verl.utils.metric import Metric  # noqa: E402
-from verl.utils.model import get_hf_auto_model_class  # noqa: E402
-from verl.workers import engine_workers  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+import pipeline
+import presets
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import trl.experimental.ppo
+import verl
+import verl_cpu  # noqa: F401
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from transformers import AutoConfig, AutoModelForCausalLM
+from verl.trainer.config import CheckpointConfig
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.metric import Metric
+from verl.utils.model import get_hf_auto_model_class
+from verl.workers import engine_workers
+from verl.workers.config import (
     FSDPActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     PolicyLossConfig,
 )
-from verl.workers.engine import BaseEngine, EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding
 
-from openrlhf_bapo import ClipConfig, find_clip_bounds  # noqa: E402
-from openrlhf_bapo.core.clip_bounds import tally_contributions  # noqa: E402
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.core.clip_bounds import tally_contributions
 from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import SteadyBounds  # noqa: E402
-from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo  # noqa: E402
+from openrlhf_bapo.core.clip_rules import SteadyBounds
+from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo
 
 NUM_SAMPLES, NUM_STEPS = 16, 3
 SEARCH = dict(contribution="gradient", positive_contribution_target=0.35)
@@ -147,7 +147,7 @@ def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting
             metrics = engine.train_batch(data, partial(ppo_loss, config=actor))["metrics"]
         found.append((before, {name: plain(value) for name, value in metrics.items()}))
     after = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
-    return found + [(after, {"num_forwards": getattr(engine, "num_forwards", None)})]
+    return [*found, (after, {"num_forwards": getattr(engine, "num_forwards", None)})]
 
 
 def _rank(rank, world_size, port, results, function, args, kwargs):
@@ -212,7 +212,7 @@ def test_however_an_optimizer_step_is_split_its_bounds_and_gradient_are_the_same
 @pytest.mark.parametrize(
     "overrides",
     [dict(clip_ratio_c=1.05), dict(loss_agg_mode="seq-mean-token-mean")],
-    ids=lambda overrides: [*overrides][0],
+    ids=lambda overrides: next(iter(overrides)),
 )
 def test_a_range_of_one_point_is_verls_own_loss_to_the_last_bit(directory, batch, overrides):
     fixed = dict(ratio_lower_start=0.7, ratio_lower_max=0.7, ratio_upper_start=1.4, ratio_upper_max=1.4)

@@ -148,25 +148,7 @@ def _become(client: socket.socket) -> NoReturn:
         for file, number in zip(high, request["files"], strict=True):
             os.dup2(file, number)
             os.close(file)
-        for name in os.environ.keys() - request["environ"].keys():
-            del os.environ[name]
-        for name, value in request["environ"].items():
-            if os.environ.get(name) != value:  # unchanged ones stay in place, where Ray looks for the process title
-                os.environ[name] = value
-        os.chdir(request["cwd"])
-        if request["session"] != os.getsid(0):
-            os.setsid()  # the client leads a session, which another process cannot join
-        elif request["group"] != os.getpgrp():
-            os.setpgid(0, request["group"])
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-        _use_python_path(request["environ"].get("PYTHONPATH", ""))
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own random numbers are seeded after a fork
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)
+        _take_over(request)
         _run(request["argv"])
         code = 0
     except SystemExit as ended:
@@ -181,6 +163,29 @@ def _become(client: socket.socket) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _take_over(request: dict) -> None:
+    """Take over the client's environment, folder, session, signals and import path."""
+    for name in os.environ.keys() - request["environ"].keys():
+        del os.environ[name]
+    for name, value in request["environ"].items():
+        if os.environ.get(name) != value:  # unchanged ones stay in place, where Ray looks for the process title
+            os.environ[name] = value
+    os.chdir(request["cwd"])
+    if request["session"] != os.getsid(0):
+        os.setsid()  # the client leads a session, which another process cannot join
+    elif request["group"] != os.getpgrp():
+        os.setpgid(0, request["group"])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    _use_python_path(request["environ"].get("PYTHONPATH", ""))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own random numbers are seeded after a fork
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
 
 
 def _use_python_path(value: str) -> None:

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 from dataclasses import astuple, fields, replace
+from itertools import pairwise
 
 import pipeline
 import pytest
@@ -74,7 +75,7 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, config, cuts, ra
     whole = find_clip_bounds(*as_tensors(token_list), config)
     random.shuffle(token_list)
     edges = [0, *sorted(min(cut, len(token_list)) for cut in cuts), len(token_list)]
-    parts = [tally_contributions(*as_tensors(token_list[a:b]), config) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [tally_contributions(*as_tensors(token_list[a:b]), config) for a, b in pairwise(edges)]
     assert equal(solve_clip_bounds(functools.reduce(operator.add, parts), config), whole, rel=1e-9)
 
 
@@ -100,7 +101,7 @@ def test_share_is_monotone_along_the_path_for_gradient(token_list, config):
         )
         shares.append(float(find_clip_bounds(*as_tensors(active), fixed).positive_share))
     shares = [share for share in shares if not math.isnan(share)]
-    assert all(b >= a - 1e-12 for a, b in zip(shares, shares[1:], strict=False))
+    assert all(b >= a - 1e-12 for a, b in pairwise(shares))
 
 
 @given(tokens(), clip_configs())
@@ -298,7 +299,7 @@ def test_presets_hold_the_published_settings_in_every_field():
     assert {name: astuple(ClipConfig.preset(name)) for name in PRESETS} == PUBLISHED | OURS
     assert tuple(field.name for field in fields(ClipConfig)) == FIELDS
     assert ClipConfig() == ClipConfig.preset("readme")
-    with pytest.raises(ValueError, match="nonesuch.*readme, paper, octothinker, released, steady"):
+    with pytest.raises(ValueError, match=r"nonesuch.*readme, paper, octothinker, released, steady"):
         ClipConfig.preset("nonesuch")
 
 

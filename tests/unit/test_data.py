@@ -130,8 +130,10 @@ def test_a_solution_without_a_whole_box_has_no_answer(solution):
 
 
 _values = st.sampled_from(
-    [None, "", "4", "$5$.", 4.0, 7, True, "$nan$", "1/2", "x=2\ny=3"]
-    + [["4"], ["4", "5"], [], '["4"]', "proof", "\\boxed{4}", "['4']"]
+    [
+        *(None, "", "4", "$5$.", 4.0, 7, True, "$nan$", "1/2", "x=2\ny=3"),
+        *(["4"], ["4", "5"], [], '["4"]', "proof", "\\boxed{4}", "['4']"),
+    ]
 )
 _rows = st.lists(
     st.fixed_dictionaries(
@@ -334,7 +336,7 @@ def test_deep_nesting_is_refused_in_one_line(tmp_path, capsys, name, depth):
     said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", tmp_path / name)
     assert f"--source {tmp_path / name}: " in said
     # Rows that the parser can still read are left out like other unusable rows.
-    assert "1 list or dict written as text (row 1)" in said or depth == DEEP and "cannot be read" in said
+    assert "1 list or dict written as text (row 1)" in said or (depth == DEEP and "cannot be read" in said)
     assert depth < DEEP or name == "rows.json" or "line 1 is not JSON" in said
 
 

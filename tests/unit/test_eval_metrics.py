@@ -1,7 +1,7 @@
 """Metrics of an evaluation, compared with enumerations of all cases."""
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 import pytest
@@ -47,7 +47,7 @@ def test_pass_at_k_of_right_and_wrong_is_the_unbiased_estimate_without_overflow(
 def test_pass_at_k_goes_from_the_mean_to_the_maximum_and_never_falls(rewards):
     by_k = [pass_at(torch.tensor([rewards]), k).item() for k in range(1, len(rewards) + 1)]
     assert by_k[0] == pytest.approx(fmean(rewards), abs=1e-6) and by_k[-1] == pytest.approx(max(rewards))
-    assert all(low <= high + 1e-9 for low, high in zip(by_k, by_k[1:], strict=False))
+    assert all(low <= high + 1e-9 for low, high in pairwise(by_k))
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), answers), min_size=1, max_size=8))

@@ -188,7 +188,7 @@ def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kep
 
 def test_an_agent_without_log_probs_is_refused_only_if_they_are_the_denominator(tmp_path):
     maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
-    with pytest.raises(ValueError, match="--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):
+    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):
         experience_of(maker, [pipeline.response(3)] * 3)
     maker = make_maker(tmp_path)
     experience_of(maker, [pipeline.response(3)] * 3)

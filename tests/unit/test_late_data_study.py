@@ -263,7 +263,7 @@ def test_every_row_is_trained_on_once_per_epoch_and_lag_rollouts_after_it_was_ma
     for number in range(tiny.rollouts - lag):
         rows = [rows for _, trained_on, rows in trained if trained_on == number]
         assert len(rows) == 2 * tiny.updates
-        assert sorted(sum(rows, [])) == sorted(2 * list(range(tiny.prompts * tiny.samples)))
+        assert sorted(itertools.chain.from_iterable(rows)) == sorted(2 * list(range(tiny.prompts * tiny.samples)))
     assert len(made) == tiny.rollouts
 
 

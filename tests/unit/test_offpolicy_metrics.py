@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from itertools import pairwise
 
 import pipeline
 import pytest
@@ -96,7 +97,7 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
     whole = metrics_of(token_list)
     random.shuffle(token_list)
     edges = [0, *sorted(min(cut, len(token_list)) for cut in cuts), len(token_list)]
-    parts = [tally_offpolicy(*as_tensors(token_list[a:b]), 0.8, 1.2) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [tally_offpolicy(*as_tensors(token_list[a:b]), 0.8, 1.2) for a, b in pairwise(edges)]
     assert offpolicy_metrics(functools.reduce(operator.add, parts)) == pytest.approx(whole, rel=1e-9)
 
 

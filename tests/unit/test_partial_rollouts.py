@@ -220,7 +220,8 @@ def test_the_docstrings_example_is_finished_with_two_segments_or_dropped_as_stal
             pool.expire(version)
             pool.grow(response, list(range(100)), [0.0] * 100, [version] * 100)
             assert pool.unfinished[0].responses == [response]
-            assert len(overdue := pool.overdue(version)) == (is_taken and version == 4)
+            overdue = pool.overdue(version)
+            assert len(overdue) == (is_taken and version == 4)
         for _, late in overdue:
             pool.grow(late, [], [], [], {"truncated": True})
         assert (response.num_tokens, response.segments) == (200, [100, 100])
@@ -295,5 +296,5 @@ def test_a_saved_pool_keeps_the_names_of_its_columns(tmp_path):
 def test_a_pool_of_another_format_is_refused_with_the_flag_that_starts_without_it(tmp_path):
     pool_of_two().save(tmp_path / "pool", None, FINGERPRINT)
     (tmp_path / "pool" / "pool.json").write_text("[]")
-    with pytest.raises(SavedStateError, match="format version None.* reads 1; .*--partial.discard_saved to start"):
+    with pytest.raises(SavedStateError, match=r"format version None.* reads 1; .*--partial.discard_saved to start"):
         PartialPool.load(tmp_path / "pool", PartialConfig(), FINGERPRINT)

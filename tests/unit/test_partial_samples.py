@@ -272,7 +272,7 @@ def test_a_response_never_grows_by_more_than_the_budget_in_one_rollout(directory
     for batch in rollouts(generator):
         for sample in batch:
             assert max(Counter(sample.versions[0, 3:].tolist()).values()) <= 14
-        assert 5 <= batch.metrics["partial/segments_max"]  # 14 tokens by 3
+        assert batch.metrics["partial/segments_max"] >= 5  # 14 tokens by 3
 
 
 def test_the_limit_on_new_tokens_counts_the_tokens_of_earlier_rollouts(directory):

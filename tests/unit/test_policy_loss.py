@@ -216,5 +216,5 @@ def test_the_loss_clips_between_the_bounds_that_were_found():
 def test_gspo_and_unknown_weights_are_refused():
     with pytest.raises(ValueError, match="gspo"):
         BapoPolicyLoss(clip_config=ClipConfig(), policy_loss_type="gspo")
-    with pytest.raises(ValueError, match="token_weight 'all'.*rollout_prob"):
+    with pytest.raises(ValueError, match=r"token_weight 'all'.*rollout_prob"):
         BapoPolicyLoss(clip_config=ClipConfig(), token_weight="all")

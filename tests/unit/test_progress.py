@@ -97,5 +97,5 @@ def test_a_step_of_several_minutes_shows_its_progress(tmp_path, monkeypatch, cap
         monkeypatch.setattr(progress.signal, "signal", lambda *_: None)
         monkeypatch.setattr(sys, "stdin", io.StringIO(text + COMPLETE))
         progress.main(["--log", str(tmp_path / "log")])
-        *shown, step, complete = (line[9:] for line in capsys.readouterr().out.splitlines())
+        *shown, step, _ = (line[9:] for line in capsys.readouterr().out.splitlines())
         assert shown == lines and step == progress.describe(STEP)

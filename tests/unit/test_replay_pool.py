@@ -510,5 +510,5 @@ def test_a_pool_loaded_with_a_lower_capacity_and_max_reuse_keeps_to_them(tmp_pat
 
 def test_a_pool_saved_for_another_model_is_refused_with_the_flag_that_starts_without_it(tmp_path):
     filled(ReplayConfig()).save(tmp_path / "pool", 0, FINGERPRINT)
-    with pytest.raises(SavedStateError, match="model 'tiny', but this run has model 'large'.*--replay.discard_saved"):
+    with pytest.raises(SavedStateError, match=r"model 'tiny', but this run has model 'large'.*--replay.discard_saved"):
         ReplayPool.load(tmp_path / "pool", ReplayConfig(), FINGERPRINT | {"model": "large"})
