@@ -20,7 +20,7 @@ from openrlhf_bapo.core.clip_config import ClipConfig
 from openrlhf_bapo.core.clip_rules import Tokens, make_clip_rule, share_weights
 
 MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "dapo": "update"}
-"""The losses with a clipped ratio per token, and what each of them takes its mean over first."""
+"""The losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
 
 
 class BapoGRPOTrainer(GRPOTrainer):

@@ -1,4 +1,4 @@
-"""What BAPO can be asked for: the search for clip bounds, what surrounds it, and the presets.
+"""BAPO's settings: the search for clip bounds, the settings around it, and the presets.
 
 Bounds are importance ratios (1 = on-policy), not distances from 1.
 """

@@ -1,4 +1,4 @@
-"""Clip rules: what chooses the clip bounds of each policy update.
+"""Clip rules choose the clip bounds of each policy update.
 
 A rule goes through an update in one of two orders:
 
@@ -43,7 +43,7 @@ def share_weights(mask: torch.Tensor, config: ClipConfig, mean_over: str = "upda
     Args:
         mask: [batch, tokens], 1 for the response's tokens.
         config: says whether the target is a share.
-        mean_over: what the loss takes its mean over first: the tokens of an "update", of each "sequence", or of each
+        mean_over: the tokens of the loss's first mean: those of the "update", of each "sequence", or of the
             "micro_batch".
     """
     if mean_over == "update" or config.target_kind == "ratio":

@@ -7,9 +7,7 @@ import ast
 import importlib.util
 import inspect
 import re
-import subprocess
 
-import pipeline
 import pytest
 
 # (module, name in it, parameters that we pass or override, in order where it matters)
@@ -232,22 +230,3 @@ def test_policy_loss_keeps_every_argument_under_its_own_name():
 def test_the_log_lines_that_progress_reads_are_still_written():
     for module in ("openrlhf.trainer.ppo_trainer", "openrlhf.trainer.ppo_trainer_async"):
         assert re.search(r'f"[^"]*Global step \{global_step\}: \{log_status\}"', source(module)), module
-
-
-@pytest.mark.parametrize(
-    ("ours", "module", "name"),
-    [
-        ("actor_trainer.BapoActorTrainer", "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer"),
-        ("experience.OffPolicyExperience", "openrlhf.trainer.ppo_utils.experience", "Experience"),
-    ],
-)
-def test_our_parts_are_registered_also_where_our_module_is_imported_before_openrlhfs(ours, module, name):
-    """Ray's processes unpickle objects of ours before they import OpenRLHF."""
-    file, our_name = ours.split(".")
-    code = f"""
-from openrlhf_bapo.openrlhf.registration import register
-register()
-import openrlhf_bapo.openrlhf.{file} as ours, {module} as upstream
-assert upstream.{name} is ours.{our_name}
-"""
-    subprocess.run([pipeline.warm_python(), "-c", code], check=True, timeout=120)
