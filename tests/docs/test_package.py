@@ -1,4 +1,4 @@
-"""The package: what the wheel is without our scripts, and what a command says that lacks an extra."""
+"""The package: the wheel without our scripts, commands that lack an extra, and the checks of a change."""
 
 import ast
 import inspect
@@ -11,6 +11,7 @@ from pathlib import Path
 import pipeline
 import pytest
 import torch
+import yaml
 
 import openrlhf_bapo
 
@@ -62,3 +63,16 @@ def test_the_types_that_a_checker_sees_are_of_the_public_names():
     (block,) = (node for node in ast.parse(inspect.getsource(openrlhf_bapo)).body if isinstance(node, ast.If))
     typed = {alias.name: statement.module for statement in block.body for alias in statement.names}
     assert typed == openrlhf_bapo._MODULES
+
+
+def test_the_workflow_runs_the_gate():
+    workflow = yaml.safe_load((pipeline.REPOSITORY / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": "bash .ci/run"} and (pipeline.REPOSITORY / ".ci/run").is_file()
+
+
+def test_the_pre_commit_hooks_run_programs_that_setup_installs():
+    (hooks,) = yaml.safe_load((pipeline.REPOSITORY / ".pre-commit-config.yaml").read_text())["repos"]
+    programs = [Path(hook["entry"].split()[0]) for hook in hooks["hooks"]]
+    assert hooks["repo"] == "local" and {str(program.parent) for program in programs} == {".venv/bin"}
+    assert all(Path(sys.executable).with_name(program.name).exists() for program in programs)
