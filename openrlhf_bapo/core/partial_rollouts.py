@@ -28,6 +28,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -122,6 +123,11 @@ class Group:
     def unfinished(self) -> list[Response]:
         """Responses that still grow."""
         return [response for response in self.responses if response.outcome is None]
+
+    @property
+    def outcomes(self) -> list[dict]:
+        """Outcomes of the responses that are complete."""
+        return [response.outcome for response in self.responses if response.outcome is not None]
 
     @property
     def oldest_version(self) -> int:
@@ -304,7 +310,7 @@ class PartialPool:
     @classmethod
     def load(
         cls, path: str | os.PathLike, config: PartialConfig, fingerprint: dict[str, str]
-    ) -> tuple["PartialPool", object]:
+    ) -> tuple["PartialPool", Any]:
         """Load the pool that was saved to `path`, and the state that it was saved with; `config` may differ.
 
         Raises:

@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, islice
+from typing import Any
 
 import torch
 
@@ -327,7 +328,7 @@ class ReplayPool:
     @classmethod
     def load(
         cls, path: str | os.PathLike, config: ReplayConfig, fingerprint: dict[str, str]
-    ) -> tuple["ReplayPool", object]:
+    ) -> tuple["ReplayPool", Any]:
         """Load the pool that was saved to `path`, and the state that it was saved with.
 
         Tensors, keys, order, counters and the generator's state are those of the saved pool, so that the next draws

@@ -3,8 +3,8 @@
 import functools
 import math
 from argparse import Namespace
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from openrlhf.models import PolicyLoss
@@ -14,7 +14,7 @@ from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
 from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, SteadyBounds, importance_ratio, make_clip_rule
-from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_steady_bounds, save_steady_bounds
 from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy
@@ -30,7 +30,10 @@ class UpdateWindowLoader(DataLoader):
     plain DataLoader.
     """
 
-    def __iter__(self) -> Iterator[Experience]:
+    dataset: Any
+    """OpenRLHF's replay buffer."""
+
+    def __iter__(self) -> Iterator[Experience]:  # type: ignore[override]  # torch names a private iterator class
         micro_batches = super().__iter__()
         if not hasattr(self.dataset, "before_update"):
             return micro_batches
@@ -60,7 +63,10 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     update whose loss or gradient is not finite is skipped.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    actor_loss_fn: Any
+    """OpenRLHF's PolicyLoss, or BapoPolicyLoss around the same settings."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.global_step = 0
         """The running training step, as OpenRLHF counts them in its logs."""
@@ -99,9 +105,10 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         """
         self._is_first_update = True
         self._ratio_forward_timers: list[Timer] = []
-        self._off_policy_tally = None
+        self._off_policy_tally: OffPolicyTally | None = None
         self._steps_before, skipped_before = self._num_steps(), self.actor.model.skipped_steps
-        self._num_tokens, self._num_nonfinite = 0.0, 0
+        self._num_tokens = 0.0
+        self._num_nonfinite: int | torch.Tensor = 0
         self.global_step += 1
         every, dump = self.args.bapo.dump_tokens, None
         if every and self.global_step % every == 0 and self.strategy.is_rank_0():
@@ -127,7 +134,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
                 metrics["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in self._ratio_forward_timers)
         return metrics
 
-    def training_step(self, experience: Experience, *args, **kwargs) -> dict:
+    def training_step(self, experience: Experience, *args: Any, **kwargs: Any) -> dict:
         """Make OpenRLHF's training step; the loss's hook learns how stale the tokens of the micro-batch are."""
         self._experience, engine = experience, self.actor.model
         num_updates, num_skipped = engine.global_steps, engine.skipped_steps
@@ -148,7 +155,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
                 "--ckpt.load_enable, and a lower --actor.adam.lr if training led here"
             )
 
-    def _leave_out_nonfinite(self, loss_fn, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _leave_out_nonfinite(self, loss_fn: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         uses_rollout = loss_fn.is_correction_level != "off"
         values = [*args, kwargs["rollout_log_probs"]] if uses_rollout else args
         mask, values, num_left_out = leave_out_nonfinite(kwargs["action_mask"], *values)
@@ -169,7 +176,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         shown = is_off_policy(self.args)
         return {f"offpolicy/{name}": count for name, count in counted.items() if shown or count}
 
-    def _tally_off_policy(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
+    def _tally_off_policy(self, loss_fn: Any, args: tuple, kwargs: dict, _: object) -> None:
         log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
         tally = tally_offpolicy(
             importance_ratio(log_probs, behavior_log_probs),
@@ -196,7 +203,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         """
         upstream = self.replay_buffer.setup_dynamic_batch
 
-        def setup_dynamic_batch(strategy) -> None:
+        def setup_dynamic_batch(strategy: Any) -> None:
             planned = strategy.args.rollout.batch_size
             strategy.args.rollout.batch_size = planned * (1 + math.ceil(strategy.args.replay.ratio))
             try:
@@ -216,7 +223,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     @torch.no_grad()
     def _before_update(self, window: list[Experience]) -> None:
-        if not self._rule.needs_tally_first:
+        if not self.actor_loss_fn.rule.needs_tally_first:
             self.actor_loss_fn.close_update()  # the update before this one
             return
         is_first, self._is_first_update = self._is_first_update, False
@@ -259,9 +266,9 @@ def _clip_rule(args: Namespace, loss: PolicyLoss) -> ClipRule | None:
     return None  # gspo
 
 
-def _saving_steady_bounds(save_checkpoint):
+def _saving_steady_bounds(save_checkpoint: Callable) -> Callable:
     @functools.wraps(save_checkpoint)
-    def saving(self, tag: str, *args, **kwargs):
+    def saving(self: Any, tag: str, *args: Any, **kwargs: Any) -> Any:
         rule = self.trainer._rule
         if isinstance(rule, SteadyBounds) and self.strategy.is_rank_0():
             save_steady_bounds(self.strategy.args, tag, rule.state_dict())
@@ -270,9 +277,9 @@ def _saving_steady_bounds(save_checkpoint):
     return saving
 
 
-def _counting_global_steps(init_model_from_pretrained):
+def _counting_global_steps(init_model_from_pretrained: Callable) -> Callable:
     @functools.wraps(init_model_from_pretrained)
-    def init(self, strategy, *args, **kwargs) -> None:
+    def init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init_model_from_pretrained(self, strategy, *args, **kwargs)
         # The first steps that the actor sees are those after the checkpoint, and after the critic's alone.
         saved = self.checkpoint_states.get("global_step", 0)
@@ -281,7 +288,7 @@ def _counting_global_steps(init_model_from_pretrained):
     return init
 
 
-def use_actor_trainer(upstream: ModuleType) -> None:
+def use_actor_trainer(upstream: Any) -> None:
     """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
     actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
     actor.init_model_from_pretrained = _counting_global_steps(actor.init_model_from_pretrained)

@@ -1,7 +1,7 @@
 """OpenRLHF's Experience with the policy version and the age of every token."""
 
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils import experience
@@ -26,6 +26,6 @@ class OffPolicyExperience(experience.Experience):
     replay they are None for all samples: replayed samples have none, and all ranks must run the same forward passes."""
 
 
-def use_experience(upstream: ModuleType) -> None:
+def use_experience(upstream: Any) -> None:
     """Put `OffPolicyExperience` into `openrlhf.trainer.ppo_utils.experience`."""
     upstream.Experience = OffPolicyExperience

@@ -1,6 +1,7 @@
 """OpenRLHF's RemoteExperienceMaker with the behavior policy's log-probs, staleness, and replay of past groups."""
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import (
@@ -35,7 +36,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     (GAE) stay those of the rollout: new values would come from a critic that has since learned from these rewards.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.policy_version = 0
         """Weight updates published to the engines so far, including those before a resume."""
@@ -45,7 +46,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """Optimizer steps of the actor so far, including those before a resume."""
         self.steps_by_version = [0]
         """For each policy version, `num_optimizer_steps` when it was published."""
-        self.pool = None
+        self.pool: ReplayPool | None = None
         if self.args.replay.ratio:
             self.pool = ReplayPool(replay_config_from_args(self.args.replay))
         self.fresh: list[Experience] = []
@@ -97,7 +98,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.fresh = super().make_experience_batch(rollout_samples)
         if self.pool is None:
             return self.fresh
-        by_index, oldest_by_index = {}, {}
+        by_index: dict[int, Experience] = {}
+        oldest_by_index: dict[int, int] = {}
         for experience in self.fresh:
             index = experience.index  # read here, because splitting drops it
             oldest = torch.where(experience.action_mask > 0, experience.versions, self.policy_version).amin(-1)
@@ -110,7 +112,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             for start in range(0, len(samples), size)
         ]
 
-        replayed = self.pool.sample(self._num_replayed(len(groups)), self.policy_version)
+        replayed = self.pool.sample(self._num_replayed(self.pool, len(groups)), self.policy_version)
         self.pool.add(groups)  # after the draw, so that fresh groups are not drawn at once
         for group in replayed:
             samples += [self._from_pool(sample) for sample in group.samples]
@@ -148,16 +150,22 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         metrics, self._metrics = self._metrics, {}
         return metrics if self.pool is None else metrics | self.pool.metrics()
 
-    def _num_replayed(self, num_fresh: int) -> int:
+    def _num_replayed(self, pool: ReplayPool, num_fresh: int) -> int:
         """Return how many groups to draw: as many as asked for and available that make whole optimizer steps."""
-        self.pool.sample(0, self.policy_version)  # drops expired groups
-        most = min(round(self.args.replay.ratio * num_fresh), len(self.pool))
+        pool.sample(0, self.policy_version)  # drops expired groups
+        most = min(round(self.args.replay.ratio * num_fresh), len(pool))
         size, batch_size = self.args.rollout.n_samples_per_prompt, self.args.train.batch_size
         fits = (n for n in range(most, -1, -1) if (num_fresh + n) * size % batch_size == 0)
         return next(fits, most)
 
     def _from_pool(self, sample: dict[str, torch.Tensor]) -> Experience:
-        values = {"info": {}, "prompts": [""], "labels": [""], "images": [None], "mm_train_inputs": [None]}
+        values: dict[str, Any] = {
+            "info": {},
+            "prompts": [""],
+            "labels": [""],
+            "images": [None],
+            "mm_train_inputs": [None],
+        }
         for name, tensor in sample.items():
             if name.startswith("info."):
                 values["info"][name.removeprefix("info.")] = tensor

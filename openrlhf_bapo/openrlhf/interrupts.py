@@ -4,6 +4,7 @@ The command receives the signal, and a Ray actor trains. The command tells the a
 """
 
 import functools
+from typing import Any
 
 _KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
 
@@ -31,12 +32,12 @@ def _job() -> bytes:
     return ray.get_runtime_context().get_job_id().encode()
 
 
-def end_when_interrupted(trainer: type) -> None:
+def end_when_interrupted(trainer: type[Any]) -> None:
     """Make OpenRLHF's trainer check before the first step and after every step whether it was asked to end."""
     save, start = trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states
 
     @functools.wraps(save)
-    def save_logs_and_checkpoints(self, global_step: int, *args, **kwargs) -> None:
+    def save_logs_and_checkpoints(self: Any, global_step: int, *args: Any, **kwargs: Any) -> None:
         interrupted = _is_interrupted()
         if interrupted:
             self.args.ckpt.save_steps = 1
@@ -45,7 +46,7 @@ def end_when_interrupted(trainer: type) -> None:
             raise Interrupted(f"after step {global_step}")
 
     @functools.wraps(start)
-    def init_checkpoint_states(self) -> dict:
+    def init_checkpoint_states(self: Any) -> dict:
         if _is_interrupted():
             raise Interrupted("before its first step")
         return start(self)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 import torch
@@ -25,7 +26,7 @@ from openrlhf_bapo.openrlhf.vllm_engine import Piece, PlacedPrompt
 logger = init_logger(__name__)
 
 
-def make_samples_generator(strategy, *args, **kwargs) -> VersionedSamplesGenerator:
+def make_samples_generator(strategy: Any, *args: Any, **kwargs: Any) -> VersionedSamplesGenerator:
     """Make the generator that the flags ask for. OpenRLHF calls this in place of its own class."""
     kind = PartialSamplesGenerator if strategy.args.partial.token_budget else VersionedSamplesGenerator
     return kind(strategy, *args, **kwargs)
@@ -54,7 +55,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
     Evaluation is upstream's.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pool = PartialPool(partial_config_from_args(self.args.partial))
         self._prompts: Iterator | None = None
@@ -66,7 +67,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         self._seconds_alone = 0.0  # time in which a single call was still growing responses
 
     @torch.no_grad()
-    def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """Generate the samples of one training step. The batch is shorter only at the end of the data.
 
         Returns:
@@ -113,7 +114,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         """Continue with a saved pool. Responses without a reward, which may have ended the run, are generated again."""
         for group in pool.unfinished + pool.complete:
             for response in group.responses:
-                if response.outcome is not None and self._reward_fault(response) is not None:
+                if response.outcome is not None and self._reward_fault(response.outcome) is not None:
                     pool.restart(response)
         self.pool = pool
 
@@ -171,7 +172,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self._keep(group, [response], pieces)
 
     def _grow_on(
-        self, engine, group: Group, responses: list[Response], generate_kwargs: dict, finish: bool = False
+        self, engine: Any, group: Group, responses: list[Response], generate_kwargs: dict, finish: bool = False
     ) -> ray.ObjectRef:
         """Call `grow_responses` of an engine actor for responses of a group; returns a reference to its pieces."""
         sampling_params = samples_generator.SamplingParams(
@@ -204,7 +205,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self.pool.grow(response, piece.tokens, piece.behavior_log_probs, piece.versions, piece.outcome)
         if group.unfinished:
             return True
-        faults = [fault for response in group.responses if (fault := self._reward_fault(response))]
+        faults = [fault for outcome in group.outcomes if (fault := self._reward_fault(outcome))]
         if faults:
             self._num_lost += 1
             self._lose(faults[0], self._num_lost, self.args.rollout.batch_size)
@@ -215,17 +216,17 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
             self.pool.drop(group, "filtered")
         return False
 
-    def _reward_fault(self, response: Response) -> RewardFault | None:
+    def _reward_fault(self, outcome: dict) -> RewardFault | None:
         """Return why a complete response has no reward; None if it has one."""
         try:
-            self._read_reward(response.outcome)
+            self._read_reward(outcome)
         except RewardFault as fault:
             return fault
         return None
 
     def _passes_filter(self, group: Group) -> bool:
         """Return whether a complete group passes OpenRLHF's dynamic filtering."""
-        scores = [response.outcome["scores"] for response in group.responses]
+        scores = [outcome["scores"] for outcome in group.outcomes]
         if not self.args.algo.dynamic_filtering_enable or None in scores:
             return True
         least, most = self.args.algo.dynamic_filtering_range
@@ -235,7 +236,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
     def _to_experiences(self, group: Group, generate_kwargs: dict) -> list[Experience]:
         """Return the samples of a complete group, made by upstream's conversion of an engine's responses."""
         found, prompt = [], group.prompt_tokens
-        for response in group.responses:
+        for response, outcome in zip(group.responses, group.outcomes, strict=True):
             tokens = response.tokens.tolist()
             whole = {
                 "prompt": group.prompt,
@@ -244,7 +245,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
                 "action_ranges": [(len(prompt), len(prompt) + len(tokens))],
                 "rollout_log_probs": [0.0] * len(prompt) + response.behavior_log_probs.tolist(),
                 "versions": [response.versions.tolist()],
-                **response.outcome,
+                **outcome,
             }
             found.append(self._process_response_into_experience(whole, **generate_kwargs))
         return found

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,12 +58,12 @@ class BapoPolicyLoss(PolicyLoss):
 
     def __init__(
         self,
-        *args,
+        *args: Any,
         clip_config: ClipConfig | None = None,
         rule: ClipRule | None = None,
         token_weight: str = "none",
         group: dist.ProcessGroup | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.policy_loss_type != "ppo":
@@ -78,7 +79,7 @@ class BapoPolicyLoss(PolicyLoss):
         self._timers: list[Timer] = []
 
     @classmethod
-    def from_policy_loss(cls, loss: PolicyLoss, **kwargs) -> "BapoPolicyLoss":
+    def from_policy_loss(cls, loss: PolicyLoss, **kwargs: Any) -> "BapoPolicyLoss":
         """Return the same loss with a clip rule; upstream keeps every argument under its own name."""
         arguments = {name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters}
         return cls(**arguments, **kwargs)
@@ -120,7 +121,7 @@ class BapoPolicyLoss(PolicyLoss):
         advantages: torch.Tensor,
         action_mask: torch.Tensor | None = None,
         rollout_log_probs: torch.Tensor | None = None,
-        **loss_batch_info,
+        **loss_batch_info: Any,
     ) -> tuple:
         """Return (loss, clip ratio, ppo kl, vllm kl, IS filter ratio), with the shapes of `PolicyLoss.forward`."""
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
@@ -175,7 +176,7 @@ class Timer:
     def __enter__(self) -> None:
         self._start = self._now()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end = self._now()
 
     def seconds(self) -> float:
@@ -186,7 +187,8 @@ class Timer:
         return self._start.elapsed_time(self._end) / 1000
 
     @staticmethod
-    def _now() -> "float | torch.cuda.Event":
+    def _now() -> Any:
+        """Return a time in seconds, or an event where there is CUDA."""
         if not _has_cuda():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -16,6 +16,7 @@ import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,7 +151,7 @@ def _saved_tags(args: Namespace) -> list[str]:
 
 
 def _step(tag: str) -> int:
-    return int(re.search(r"\d*$", tag)[0] or -1)
+    return int(re.findall(r"\d*$", tag)[0] or -1)
 
 
 def use_checkpoint(args: argparse.Namespace) -> None:
@@ -178,7 +179,7 @@ def _latest(folder: Path) -> str | None:
     return (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
 
 
-def save_pools(trainer, tag: str) -> None:
+def save_pools(trainer: Any, tag: str) -> None:
     """Write the pools for checkpoint `tag`, before OpenRLHF writes the checkpoint.
 
     A run that is killed in between leaves a pool without a checkpoint, but no checkpoint without its pool.
@@ -231,14 +232,14 @@ def remove_pruned(args: Namespace) -> None:
                 shutil.rmtree(saved)
 
 
-def load_pools(trainer) -> None:
+def load_pools(trainer: Any) -> None:
     """Restore the pools and the policy version in the trainer of a resumed run."""
     maker = trainer.experience_maker
     state = None
     if (loaded := load_saved_pool(trainer.args)) is not None:
         maker.pool, state = loaded
-    if (loaded := load_unfinished(trainer.args)) is not None:
-        unfinished, state = loaded
+    if (resumed := load_unfinished(trainer.args)) is not None:
+        unfinished, state = resumed
         if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
             trainer.samples_generator.take_up(unfinished)
     if state is not None:
@@ -249,7 +250,7 @@ def load_pools(trainer) -> None:
         maker.num_optimizer_steps = state["steps_by_version"][-1]
 
 
-def load_into_generator(actor) -> None:
+def load_into_generator(actor: Any) -> None:
     """Restore the unfinished responses in async training's `GenerateSamplesActor` of a resumed run."""
     if (loaded := load_unfinished(actor.args)) is not None:
         actor.samples_generator.take_up(loaded[0])

@@ -16,8 +16,10 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import aiohttp
 from openrlhf.utils.logging_utils import init_logger
@@ -169,29 +171,31 @@ class Caller:
 
     def __init__(self) -> None:
         # One semaphore for each event loop, like asyncio.to_thread's pool. An engine has one event loop.
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._semaphores = weakref.WeakKeyDictionary()
 
-    async def call(self, function, args: tuple, timeout: float, where: str):
+    async def call(self, function: Callable, args: tuple, timeout: float, where: str) -> Any:
         """Return `function(*args)`.
 
         Raises:
             RewardFault: after `timeout` seconds. Python code is then stopped. Native code cannot be stopped.
         """
         async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_THREADS)):
-            future = concurrent.futures.Future()
+            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             # No thread pool, because the process would wait for its threads when it ends.
             thread = threading.Thread(target=_run, args=(future, function, args), daemon=True)
             thread.start()
             returned = asyncio.wrap_future(future)
             await asyncio.wait([returned], timeout=timeout)
             if not returned.done():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+                ident = ctypes.c_ulong(thread.ident)  # type: ignore[arg-type]  # not None after start()
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
                 returned.cancel()
                 raise RewardFault("timeout", f"{where}: reward_func has not returned within {timeout:g} s")
             return future.result()  # `returned` would replace TimeoutErrors, and lose their tracebacks
 
 
-def _run(future: concurrent.futures.Future, function, args: tuple) -> None:
+def _run(future: concurrent.futures.Future, function: Callable, args: tuple) -> None:
     future.set_running_or_notify_cancel()
     try:
         future.set_result(function(*args))
@@ -211,7 +215,7 @@ def read_rewards(answer: object, num_responses: int, where: str) -> dict:
     """
     if not isinstance(answer, dict) or "rewards" not in answer:
         raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, not a dict with 'rewards'")
-    found = {"rewards": _numbers(answer["rewards"], num_responses, f"{where}: 'rewards'")}
+    found: dict[str, Any] = {"rewards": _numbers(answer["rewards"], num_responses, f"{where}: 'rewards'")}
     found["scores"] = found["rewards"]
     if answer.get("scores") is not None:
         found["scores"] = _numbers(answer["scores"], num_responses, f"{where}: 'scores'")
@@ -230,7 +234,7 @@ def read_number(value: object, what: str) -> float:
     return _numbers(value, 1, what)[0]
 
 
-def _numbers(values: object, count: int, what: str, finite: bool = True) -> list[float]:
+def _numbers(values: Any, count: int, what: str, finite: bool = True) -> list[float]:
     if values is None:
         raise RewardFault("none", f"{what} is None")
     if hasattr(values, "tolist"):  # a tensor, an array
@@ -262,20 +266,20 @@ def use_reward_calls(agent: ModuleType) -> None:
     executor._fetch_rewards_via_http = _fetch_rewards_via_http
 
 
-async def _fetch_rewards_via_func(self, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
+async def _fetch_rewards_via_func(self: Any, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
     """Ask the reward function about each response, as upstream does. Returns one answer per response."""
     if not hasattr(self, "_caller"):
         self._caller = Caller()
     where, timeout = self.reward_endpoints[0], self.reward_limits.timeout
 
-    async def ask(*one) -> dict:
+    async def ask(*one: object) -> dict:
         answer = await self._caller.call(self.reward_func, tuple([value] for value in one), timeout, where)
         return read_rewards(answer, 1, where)
 
     return await asyncio.gather(*(_or_fault(ask(*one)) for one in zip(queries, prompts, labels, strict=True)))
 
 
-async def _fetch_rewards_via_http(self, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
+async def _fetch_rewards_via_http(self: Any, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
     """Ask the servers, as upstream does. Returns one answer per request; an engine's requests are of one response."""
     if not hasattr(self, "_servers"):
         self._servers = Servers(self.reward_endpoints)
@@ -295,7 +299,7 @@ async def _fetch_rewards_via_http(self, queries: list[str], prompts: list[str], 
     return await asyncio.gather(*(_or_fault(ask(start)) for start in starts))
 
 
-async def _or_fault(asking) -> dict:
+async def _or_fault(asking: Awaitable[dict]) -> dict:
     """Return the answer, or an answer without rewards that has the fault in its `extra_logs`."""
     try:
         return await asking

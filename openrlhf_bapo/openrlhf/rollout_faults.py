@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from openrlhf.utils.logging_utils import init_logger
 from ray.exceptions import RayActorError
@@ -13,7 +14,7 @@ logger = init_logger(__name__)
 _SAVED = "saved"  # put into the queue of slots, see `save_when_an_async_rollout_fails`
 
 
-def save_when_a_rollout_fails(trainer: type) -> None:
+def save_when_a_rollout_fails(trainer: type[Any]) -> None:
     """Make OpenRLHF's sync trainer write the checkpoint of its last training step if a rollout raises an error.
 
     The weights are still those of that step. The state of the data loader is that of the step too, so that a resumed
@@ -23,11 +24,11 @@ def save_when_a_rollout_fails(trainer: type) -> None:
     save_last_step, start = _saving_last_step(trainer), trainer.init_checkpoint_states
 
     @functools.wraps(start)
-    def init_checkpoint_states(self) -> dict:
+    def init_checkpoint_states(self: Any) -> dict:
         generator, states = self.samples_generator, start(self)
         generate, episode = generator.generate_samples, states["episode"]
 
-        def generate_samples(**kwargs):
+        def generate_samples(**kwargs: Any) -> Any:
             nonlocal episode
             try:
                 result = generate(**kwargs)
@@ -53,7 +54,7 @@ def save_when_a_rollout_fails(trainer: type) -> None:
     trainer.init_checkpoint_states = init_checkpoint_states
 
 
-def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
+def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -> None:
     """Do the same in async training, after the batches in the queue have been trained on.
 
     The two actors tell each other through OpenRLHF's queues. At the end, the generator puts "done" into the queue of
@@ -73,7 +74,7 @@ def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
     save_last_step, train, generate = _saving_last_step(trainer), trainer.fit, generator.fit
 
     @functools.wraps(generate)
-    def generate_to_the_end(self, *args, **kwargs) -> None:
+    def generate_to_the_end(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             generate(self, *args, **kwargs)
         except (RayActorError, EngineDeadError):
@@ -87,7 +88,7 @@ def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
         self.rollout_queue.put(True, block=True)
 
     @functools.wraps(train)
-    def train_to_the_end(self, *args, **kwargs) -> None:
+    def train_to_the_end(self: Any, *args: Any, **kwargs: Any) -> None:
         train(self, *args, **kwargs)
         if not self.rollout_queue.get(block=True):
             save_last_step(self)
@@ -96,7 +97,7 @@ def save_when_an_async_rollout_fails(trainer: type, generator: type) -> None:
     trainer.fit, generator.fit = train_to_the_end, generate_to_the_end
 
 
-def _saving_last_step(trainer: type) -> Callable:
+def _saving_last_step(trainer: type[Any]) -> Callable:
     """Record the trainer's last step, and return a function that saves it unless it has been saved.
 
     Its argument `changes` maps the step's client states to the entries that replace some of them.
@@ -104,12 +105,14 @@ def _saving_last_step(trainer: type) -> Callable:
     save = trainer.save_logs_and_checkpoints
 
     @functools.wraps(save)
-    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+    def save_logs_and_checkpoints(
+        self: Any, global_step: int, logs_dict: dict | None = None, client_states: dict | None = None
+    ) -> None:
         self._last_step = global_step, client_states
         save(self, global_step, logs_dict, client_states)
 
-    def save_last_step(self, changes: Callable[[dict], dict] = lambda _: {}) -> None:
-        global_step, states = getattr(self, "_last_step", (0, None))
+    def save_last_step(self: Any, changes: Callable[[dict], dict] = lambda _: {}) -> None:
+        global_step, states = getattr(self, "_last_step", (0, {}))
         ckpt = self.args.ckpt
         if global_step % ckpt.save_steps == 0:
             return

@@ -7,6 +7,7 @@ run ends if too many groups are dropped.
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils import samples_generator
@@ -51,7 +52,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
     run.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_prompts = 0
         """Prompts drawn for training so far, including those before a resume."""
@@ -69,7 +70,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         self._has_lost_groups = False
 
     @torch.no_grad()
-    def generate_samples(self, **generate_kwargs) -> tuple[list[Experience], float | None, int, bool]:
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """Generate the samples of one training step.
 
         If groups were dropped, the last batch of the data may be short. It is cut to a size that can be trained on.
@@ -94,7 +95,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         return {"reward_fault/dropped": float(lost.total()), **by_reason}
 
     def _generate_vllm(
-        self, dataloader_iter: Iterator, num_prompts: int, dynamic_filtering: bool, **generate_kwargs
+        self, dataloader_iter: Iterator, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
     ) -> tuple[list[Experience], int, bool]:
         size = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
         found, num_drawn, num_lost, num_missing, exhausted = [], 0, 0, num_prompts, False
@@ -151,7 +152,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             raise RewardFault(fault.kind, f"{fault.text}; the engine's log (RolloutRayActor) may say why") from None
         return {"reward": reward, "scores": score}
 
-    def generate_eval_samples(self, **generate_kwargs) -> list[Experience]:
+    def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
         """Generate as upstream, at places that no training prompt has."""
         self._next_evaluation_place = evaluation_place(self.num_prompts)
         try:
@@ -159,7 +160,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         finally:
             self._next_evaluation_place = None
 
-    def _dispatch_prompts_to_vllm(self, prompts: list[str], *args, **kwargs) -> list:
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: Any, **kwargs: Any) -> list:
         if self._next_evaluation_place is None:
             first = self.num_prompts
             self.num_prompts += len(prompts)
@@ -169,7 +170,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         placed = [PlacedPrompt(place, text) for place, text in enumerate(prompts, start=first)]
         return super()._dispatch_prompts_to_vllm(placed, *args, **kwargs)
 
-    def _process_response_into_experience(self, response: dict, **generate_kwargs) -> Experience:
+    def _process_response_into_experience(self, response: dict, **generate_kwargs: Any) -> Experience:
         """Convert a response as upstream does, and set the sample's `place`, `reward_fault` and `versions`."""
         logs = {name: _first(value) for name, value in response["extra_logs"].items()}
         try:
@@ -201,6 +202,6 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         return num_groups - num_groups % (unit // math.gcd(unit, size))
 
 
-def _first(value):
+def _first(value: Any) -> Any:
     """Return a logged value. A reward server returns it as a list of one."""
     return value[0] if isinstance(value, list) else value

@@ -6,6 +6,7 @@ in fp32, a NaN would reach the weights and Adam's moments. DeepSpeed counts skip
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,11 @@ def skip_updates_that_are_not_finite(engine: DeepSpeedEngine) -> None:
     else:  # see `_reduced_gradients`
         step = optimizer.step
 
-        def step_if_finite(*args, **kwargs):
+        def step_if_finite(*args: Any, **kwargs: Any) -> Any:
             optimizer.overflow = not _is_finite_everywhere(_reduced_gradients(engine))
             if not optimizer.overflow:
                 return step(*args, **kwargs)
+            return None
 
         optimizer.step = step_if_finite
 

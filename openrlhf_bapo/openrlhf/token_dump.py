@@ -17,6 +17,7 @@ an equal share of the fresh and of the replayed samples. A row is a token:
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ class TokenDump:
         trainer: a trainer with an off-policy feature and logged entropy.
     """
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._sample = TokenSample(MAX_TOKENS, trainer.args.train.seed + trainer.global_step)
         self._num_samples = 0
@@ -74,11 +75,11 @@ class TokenDump:
             trainer.actor_loss_fn.register_forward_hook(self._add, with_kwargs=True),
         )
 
-    def _note_entropy(self, _, __, outputs) -> None:
+    def _note_entropy(self, _: object, __: object, outputs: Any) -> None:
         if isinstance(outputs, tuple):  # not in the forward for the search, which returns log-probs alone
             self._entropy = outputs[1].entropy.detach()
 
-    def _add(self, loss_fn, args: tuple, kwargs: dict, _) -> None:
+    def _add(self, loss_fn: Any, args: tuple, kwargs: dict, _: object) -> None:
         log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
         experience, update = self._trainer._experience, self._trainer._steps_taken()
         active = kwargs["action_mask"] > 0

@@ -1,7 +1,9 @@
 """Changes to OpenRLHF's trainers around a training step: policy versions, logs, checkpoints of our pools."""
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -9,7 +11,7 @@ from openrlhf_bapo.openrlhf.interrupts import end_when_interrupted
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
 
 
-def use_off_policy_parts(trainer_module: ModuleType) -> None:
+def use_off_policy_parts(trainer_module: Any) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
     from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
     from openrlhf_bapo.openrlhf.partial_rollouts import make_samples_generator
@@ -52,7 +54,7 @@ def evaluate_at_start(ppo_trainer: ModuleType) -> None:
     upstream = trainer.init_checkpoint_states
 
     @functools.wraps(upstream)
-    def init_checkpoint_states(self) -> dict:
+    def init_checkpoint_states(self: Any) -> dict:
         states = upstream(self)
         if self.args.eval.at_start and states["global_step"] == 0 and self.eval_dataloader:
             sampling = {name: getattr(self.args.eval, name) for name in ("temperature", "n_samples_per_prompt")}
@@ -62,9 +64,9 @@ def evaluate_at_start(ppo_trainer: ModuleType) -> None:
     trainer.init_checkpoint_states = init_checkpoint_states
 
 
-def _counting_our_timings_once(train_step):
+def _counting_our_timings_once(train_step: Callable) -> Callable:
     @functools.wraps(train_step)
-    def counting_once(self, *args, **kwargs) -> tuple[dict, int]:
+    def counting_once(self: Any, *args: Any, **kwargs: Any) -> tuple[dict, int]:
         status, global_step = train_step(self, *args, **kwargs)
         # OpenRLHF's `fit` now replaces timing/step_total by the sum of all timing/*, this entry included. Our timings
         # are parts of timing/ppo_train and must not be added again, so the entry starts at minus their sum.
@@ -75,9 +77,9 @@ def _counting_our_timings_once(train_step):
     return counting_once
 
 
-def _with_seeded_order_and_replayed_steps(prepare_datasets):
+def _with_seeded_order_and_replayed_steps(prepare_datasets: Callable) -> Callable:
     @functools.wraps(prepare_datasets)
-    def prepare(strategy, tokenizer):
+    def prepare(strategy: Any, tokenizer: Any) -> tuple:
         prompts, *rest, max_steps = prepare_datasets(strategy, tokenizer)
         # OpenRLHF's loader seeds its generator from the clock. A resumed run then loads the generator's saved state.
         prompts.sampler.generator.manual_seed(strategy.args.train.seed)
@@ -87,9 +89,9 @@ def _with_seeded_order_and_replayed_steps(prepare_datasets):
     return prepare
 
 
-def _restoring_num_prompts(init_checkpoint_states):
+def _restoring_num_prompts(init_checkpoint_states: Callable) -> Callable:
     @functools.wraps(init_checkpoint_states)
-    def restoring(self) -> dict:
+    def restoring(self: Any) -> dict:
         states = init_checkpoint_states(self)
         self.samples_generator.num_prompts = states["total_consumed_prompts"]
         return states
@@ -97,21 +99,21 @@ def _restoring_num_prompts(init_checkpoint_states):
     return restoring
 
 
-def _restoring_num_prompts_async(fit):
+def _restoring_num_prompts_async(fit: Callable) -> Callable:
     @functools.wraps(fit)
-    def restoring(self, episode: int, total_consumed_prompts: int) -> None:
+    def restoring(self: Any, episode: int, total_consumed_prompts: int) -> None:
         self.samples_generator.num_prompts = total_consumed_prompts
         fit(self, episode, total_consumed_prompts)
 
     return restoring
 
 
-def _after(trainer: type, name: str, action) -> None:
+def _after(trainer: type, name: str, action: Callable) -> None:
     """Call `action(trainer)` after each call of a method of the trainer."""
     upstream = getattr(trainer, name)
 
     @functools.wraps(upstream)
-    def method(self, *args, **kwargs):
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = upstream(self, *args, **kwargs)
         action(self)
         return result
@@ -119,12 +121,12 @@ def _after(trainer: type, name: str, action) -> None:
     setattr(trainer, name, method)
 
 
-def _save_pools_first(trainer) -> None:
+def _save_pools_first(trainer: Any) -> None:
     """Write our pools before each of OpenRLHF's checkpoints."""
     actors = trainer.actor_model_group
     upstream = actors.async_run_method
 
-    def async_run_method(method_name: str, *args, **kwargs):
+    def async_run_method(method_name: str, *args: Any, **kwargs: Any) -> Any:
         if method_name == "save_checkpoint":
             save_pools(trainer, kwargs["tag"])
         return upstream(method_name, *args, **kwargs)
@@ -132,9 +134,9 @@ def _save_pools_first(trainer) -> None:
     actors.async_run_method = async_run_method
 
 
-def _counting_optimizer_steps(ppo_train):
+def _counting_optimizer_steps(ppo_train: Callable) -> Callable:
     @functools.wraps(ppo_train)
-    def counting(self, *args, **kwargs) -> dict:
+    def counting(self: Any, *args: Any, **kwargs: Any) -> dict:
         status = ppo_train(self, *args, **kwargs)
         # The metric is missing while --critic.freezing_steps lets only the critic train.
         self.experience_maker.num_optimizer_steps += status.get("offpolicy/optimizer_steps_taken", 0)
@@ -143,9 +145,9 @@ def _counting_optimizer_steps(ppo_train):
     return counting
 
 
-def _with_our_metrics(compute_rollout_stats):
+def _with_our_metrics(compute_rollout_stats: Callable) -> Callable:
     @functools.wraps(compute_rollout_stats)
-    def with_our_metrics(self, experiences) -> dict[str, float]:
+    def with_our_metrics(self: Any, experiences: list) -> dict[str, float]:
         maker = self.experience_maker
         # `experiences` have the replayed samples too, which are not part of the rollout.
         return compute_rollout_stats(self, maker.fresh) | lengths_by_sign(maker.fresh) | maker.metrics()
@@ -153,8 +155,8 @@ def _with_our_metrics(compute_rollout_stats):
     return with_our_metrics
 
 
-def lengths_by_sign(experiences) -> dict[str, float]:
-    """Mean response length (tokens) of samples with positive and with negative advantage (the paper's Figure 6).
+def lengths_by_sign(experiences: list) -> dict[str, float]:
+    """Return the mean response length (tokens) by the sign of the sample's advantage (the paper's Figure 6).
 
     If the advantages of a sample's tokens differ (GAE), their mean is taken. A sign without samples has no entry.
     """

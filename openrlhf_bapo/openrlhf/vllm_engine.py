@@ -13,8 +13,10 @@ import functools
 import inspect
 import random
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -73,17 +75,18 @@ _RESPONSE: contextvars.ContextVar[_CurrentResponse] = contextvars.ContextVar("re
 class VersionedEngine:
     """vLLM's engine, whose `generate` also records the version of every token that it yields."""
 
-    def __init__(self, engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.policy_version = 0
         """Number of weight updates loaded so far."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, prompt, sampling_params, **kwargs):
+    async def generate(self, prompt: Any, sampling_params: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate as vLLM's engine does. Its outputs are cumulative."""
-        response, versions = _RESPONSE.get(), []
+        response = _RESPONSE.get()
+        versions: list[int] = []
         if response.seed_name is not None:
             # The turns of an agent are calls for one response, and must not use the same random numbers.
             call_name = f"{response.seed_name} {len(response.versions)}"
@@ -95,13 +98,13 @@ class VersionedEngine:
             yield output
 
 
-def use_versioned_engine(vllm_engine: ModuleType) -> None:
+def use_versioned_engine(vllm_engine: Any) -> None:
     """Put our methods into `RolloutRayActor`, and let engines return the log-probs of the sampling distribution."""
     actor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
     upstream_init = actor.__init__
 
     @functools.wraps(upstream_init)
-    async def init(self, *args, **kwargs) -> None:
+    async def init(self: Any, *args: Any, **kwargs: Any) -> None:
         await upstream_init(self, *args, **kwargs)
         self.llm = VersionedEngine(self.llm)
 
@@ -122,14 +125,14 @@ def use_versioned_engine(vllm_engine: ModuleType) -> None:
     )
 
 
-def _create_with_processed_log_probs(create_vllm_engines, *args, **kwargs):
+def _create_with_processed_log_probs(create_vllm_engines: Callable, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(create_vllm_engines).bind(*args, **kwargs).arguments
     return create_vllm_engines(**arguments | {"logprobs_mode": "processed_logprobs"})
 
 
-def _counting_updates(update_weight):
+def _counting_updates(update_weight: Callable) -> Callable:
     @functools.wraps(update_weight)
-    async def counting(self, *args, **kwargs):
+    async def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = await update_weight(self, *args, **kwargs)
         # OpenRLHF sends one parameter per call. `empty_cache`, the last argument, is True for the last parameter of an
         # update only.
@@ -141,7 +144,14 @@ def _counting_updates(update_weight):
 
 
 async def generate_responses(
-    self, prompt, label, sampling_params, max_length: int, hf_tokenizer, num_samples: int = 1, images=None
+    self: Any,
+    prompt: PlacedPrompt | str,
+    label: object,
+    sampling_params: Any,
+    max_length: int,
+    hf_tokenizer: Any,
+    num_samples: int = 1,
+    images: list | None = None,
 ) -> list[dict]:
     """Generate as `RolloutRayActor.generate_responses` does, with versions, and with a seed per response.
 
@@ -182,7 +192,7 @@ async def generate_responses(
     return await asyncio.gather(*map(respond, range(num_samples)))
 
 
-def _seed_name(sampling_params, *parts) -> str | None:
+def _seed_name(sampling_params: Any, *parts: object) -> str | None:
     """Return the `seed_name` of a response, or None without a seed.
 
     For example, "7 12 0" is response 0 to the prompt at place 12 in a run with seed 7. A piece of a response also has
@@ -207,11 +217,13 @@ class _PieceEngine:
         finish: whether to end the response where it is, as truncated, without new tokens.
     """
 
-    def __init__(self, actor, kept_tokens: list[int], budget: int, finish: bool) -> None:
+    def __init__(self, actor: Any, kept_tokens: list[int], budget: int, finish: bool) -> None:
         self._actor, self._kept, self._budget, self._finish = actor, kept_tokens, budget, finish
         self.piece = Piece()
 
-    async def generate(self, prompt_tokens: list[int], sampling_params, multi_modal_data=None) -> SimpleNamespace:
+    async def generate(
+        self, prompt_tokens: list[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> SimpleNamespace:
         """Generate as `RolloutRayActor.generate` does, after the tokens of the earlier pieces.
 
         Raises:
@@ -238,12 +250,12 @@ class _PieceEngine:
 
 
 async def grow_responses(
-    self,
+    self: Any,
     prompt: PlacedPrompt,
-    label,
-    sampling_params,
+    label: object,
+    sampling_params: Any,
     max_length: int,
-    hf_tokenizer,
+    hf_tokenizer: Any,
     kept_tokens: dict[int, list[int]],
     budget: int,
     finish: bool = False,
@@ -287,27 +299,27 @@ async def grow_responses(
     return await asyncio.gather(*(grow(index, kept) for index, kept in kept_tokens.items()))
 
 
-async def stop_growing(self) -> None:
+async def stop_growing(self: Any) -> None:
     """End all requests of the engine. Each keeps the tokens that it has generated."""
     await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 
 
-def policy_version(self) -> int:
+def policy_version(self: Any) -> int:
     """Return the number of weight updates loaded so far."""
     return self.llm.policy_version
 
 
-def limit_rewards(self, patience: float, timeout: float) -> None:
+def limit_rewards(self: Any, patience: float, timeout: float) -> None:
     """Set `--reward_fault.patience` and `--reward_fault.timeout`, in seconds."""
     self.executor.reward_limits = RewardLimits(patience, timeout)
 
 
-async def check_health(self) -> None:
+async def check_health(self: Any) -> None:
     """Raise vLLM's EngineDeadError if the engine's own process has ended."""
     await self.llm.check_health()
 
 
-def _to_json(value):
+def _to_json(value: Any) -> Any:
     """Return a reward as a JSON value. It is a number, a tensor of one number, or a reward server's list of one."""
     if isinstance(value, list):
         value = value[0]

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def shuffle_by_step(ray_actors: ModuleType) -> None:
     upstream = trainer.ppo_train
 
     @functools.wraps(upstream)
-    def ppo_train(self, *args, **kwargs) -> dict:
+    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> dict:
         if self.args.train.full_determinism_enable:
             engine = self.actor.model if model == "actor" else self.critic
             torch.manual_seed(self.args.train.seed + engine.global_steps)
@@ -58,7 +59,7 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
     upstream = strategy.get_ds_train_config
 
     @functools.wraps(upstream)
-    def get_ds_train_config(self, *args, **kwargs) -> dict:
+    def get_ds_train_config(self: Any, *args: Any, **kwargs: Any) -> dict:
         config = upstream(self, *args, **kwargs)
         if self.use_dynamic_batch:
             config["managed_gradient_accumulation"] = False

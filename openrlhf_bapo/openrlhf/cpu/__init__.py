@@ -8,7 +8,9 @@ without a GPU may control workers that have one.
 import functools
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -94,7 +96,7 @@ def ray_resources(args: Namespace) -> dict:
     return {"num_gpus": num_gpus, "num_cpus": num_gpus + 2, "include_dashboard": False, "_system_config": system}
 
 
-def _no_compiled_ops(builder: ModuleType) -> None:
+def _no_compiled_ops(builder: Any) -> None:
     # Otherwise DeepSpeed tries the compiler for each op in every process, and compiles its shared-memory all-reduce at
     # first use. torch and gloo do not need them.
     builder.probe_is_compatible = lambda _: False
@@ -106,19 +108,19 @@ def _gather_parameters_in_turn(partition_parameters: ModuleType) -> None:
     # loaded meanwhile (its pull request 8539).
     init = partition_parameters.Init
 
-    def in_turn(self, param_list, hierarchy=0, quantize=False) -> None:
+    def in_turn(self: Any, param_list: Any, hierarchy: int = 0, quantize: bool = False) -> None:
         self._allgather_params_sequential(param_list, hierarchy)
 
     init._allgather_params_coalesced = in_turn
 
 
-def _strategy(deepspeed_strategy: ModuleType) -> None:
+def _strategy(deepspeed_strategy: Any) -> None:
     deepspeed_strategy.init_device_mesh = _on_cpu(deepspeed_strategy.init_device_mesh)
     strategy = deepspeed_strategy.DeepspeedStrategy
     get_ds_train_config, moving_average = strategy.get_ds_train_config, strategy.moving_average
 
     @functools.wraps(get_ds_train_config)
-    def with_torch_adam(self, *args, **kwargs) -> dict:
+    def with_torch_adam(self: Any, *args: Any, **kwargs: Any) -> dict:
         config = get_ds_train_config(self, *args, **kwargs)
         if config.get("optimizer", {}).get("type") == "AdamW":
             # torch's AdamW is equal to DeepSpeed's, which would take most of a minute to compile at first use.
@@ -129,7 +131,7 @@ def _strategy(deepspeed_strategy: ModuleType) -> None:
     strategy.moving_average = lambda self, model, ema, beta=0.992, device="cpu": moving_average(self, model, ema, beta)
 
 
-def _on_cpu(function):
+def _on_cpu(function: Callable) -> Callable:
     """Replace the first argument of `function`, a CUDA device, by the CPU."""
     return lambda _, *args, **kwargs: function("cpu", *args, **kwargs)
 
@@ -142,21 +144,21 @@ class _TorchOnCpu(ModuleType):
         self._torch = torch
         self.device = _on_cpu(torch.device)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._torch, name)
 
 
-def _replay_buffer_device(replay_buffer: ModuleType) -> None:
+def _replay_buffer_device(replay_buffer: Any) -> None:
     replay_buffer.torch = _TorchOnCpu(replay_buffer.torch)
 
 
 class _GlooBroadcast:
     """Implements over gloo the only method of vLLM's PyNcclCommunicator that OpenRLHF calls."""
 
-    def __init__(self, group) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
 
-    def broadcast(self, tensor, src: int, stream=None) -> None:
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -164,8 +166,10 @@ class _GlooBroadcast:
         self._group.broadcast([tensor], options).wait()
 
 
-def _weight_sync_over_gloo(distributed_util: ModuleType) -> None:
-    def stateless_init_process_group(master_address, master_port, rank, world_size, device) -> _GlooBroadcast:
+def _weight_sync_over_gloo(distributed_util: Any) -> None:
+    def stateless_init_process_group(
+        master_address: str, master_port: int, rank: int, world_size: int, device: Any
+    ) -> _GlooBroadcast:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
         return _GlooBroadcast(
@@ -176,7 +180,7 @@ def _weight_sync_over_gloo(distributed_util: ModuleType) -> None:
 
 
 def _worker_device(vllm_worker_wrap: ModuleType) -> None:
-    def update_weight(self, name, dtype, shape, empty_cache=False) -> None:
+    def update_weight(self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
         import torch
 
         if dtype != self.model_config.dtype:
@@ -194,7 +198,7 @@ def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
     upstream = model._check_and_adjust_attn_implementation
 
     @functools.wraps(upstream)
-    def check(self, attn_implementation, *args, **kwargs) -> str:
+    def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation is not None and "flash_attention" in attn_implementation:
             attn_implementation = "sdpa"
         return upstream(self, attn_implementation, *args, **kwargs)
@@ -202,9 +206,9 @@ def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
     model._check_and_adjust_attn_implementation = check
 
 
-def _unpacked_linear_layers(layers_utils: ModuleType) -> None:
+def _unpacked_linear_layers(layers_utils: Any) -> None:
     # vLLM repacks linear weights for its CPU kernels when it loads them, and cannot load new weights into them.
-    def dispatch_cpu_unquantized_gemm(layer, remove_weight: bool) -> None:
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         from torch.nn.functional import linear
 
         layer.cpu_linear = linear

@@ -6,6 +6,7 @@ These are the functions that `openrlhf/models/ring_attn_utils.py` imports, with 
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -41,7 +42,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     return rearrange(padded, "(b s) ... -> b s ...", b=batch)
 
 
-def all_gather(x: torch.Tensor, process_group) -> torch.Tensor:
+def all_gather(x: torch.Tensor, process_group: Any) -> torch.Tensor:
     """Raise RuntimeError. Only ring attention calls this function, and it needs CUDA kernels."""
     raise RuntimeError("ring attention (--ds.ring_attn_size above 1) needs a GPU")
 
@@ -52,10 +53,11 @@ def install() -> None:
     Only the submodules are installed, and not `flash_attn` itself, because transformers and vLLM look for the package
     to decide whether its kernels are available.
     """
-    bert_padding = ModuleType("flash_attn.bert_padding")
-    for function in (index_first_axis, pad_input, rearrange, unpad_input):
-        setattr(bert_padding, function.__name__, function)
-    distributed = ModuleType("flash_attn.utils.distributed")
-    distributed.all_gather = all_gather
-    for module in (bert_padding, distributed):
-        sys.modules.setdefault(module.__name__, module)
+    for name, functions in {
+        "flash_attn.bert_padding": (index_first_axis, pad_input, rearrange, unpad_input),
+        "flash_attn.utils.distributed": (all_gather,),
+    }.items():
+        module = ModuleType(name)
+        for function in functions:
+            setattr(module, function.__name__, function)
+        sys.modules.setdefault(name, module)
