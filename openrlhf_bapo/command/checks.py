@@ -288,7 +288,7 @@ def _start_loading(agent: str | None, reward: str | None, early: Iterable[Loaded
 
 
 def gpu_groups(args: Namespace) -> dict[str, int]:
-    """GPUs by the kind of model that uses them. A model that shares another one's GPUs is left out."""
+    """Count the GPUs by the kind of model that uses them. A model that shares another one's GPUs is left out."""
     train, has_critic = args.train, args.algo.advantage.estimator == "gae"
     groups = {"actor": num_actor_gpus(args)}
     if not train.colocate_all or train.async_enable:

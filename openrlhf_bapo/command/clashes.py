@@ -28,7 +28,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
 
 
 def num_actor_gpus(args: Namespace) -> int:
-    """GPUs of the actor, on all nodes."""
+    """Count the GPUs of the actor, on all nodes."""
     return args.actor.num_nodes * args.actor.num_gpus_per_node
 
 
@@ -164,7 +164,7 @@ def _clashes_of_data(args: Namespace) -> Iterator[str]:
 
 
 def _takes_an_input(template: str) -> bool:
-    """Whether OpenRLHF's `template.format(input)` contains the input."""
+    """Return whether OpenRLHF's `template.format(input)` contains the input."""
     try:
         return "{}" in template and "an input" in template.format("an input")
     except (ValueError, LookupError):

@@ -402,7 +402,7 @@ def running_engines(
 
 
 def engine_seed(seed: int, num_finished: int) -> int:
-    """Seed of the first engine in a run that starts with `num_finished` finished problems.
+    """Return the seed of the first engine in a run that starts with `num_finished` finished problems.
 
     Each engine draws all its samples from one random stream, which a resumed run must not repeat.
     """

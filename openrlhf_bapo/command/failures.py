@@ -27,7 +27,7 @@ _LITTLE_SPACE = 64 << 20  # bytes; a full disk often has a little space left
 
 
 def describe_failure(error: BaseException, args: dict, signals: list[int]) -> list[str]:
-    """Two lines: the cause; and what is saved and how to continue.
+    """Return two lines: the cause, and what is saved and how to continue.
 
     Args:
         error: the exception that ended the run.
@@ -94,7 +94,7 @@ def _full_disk(folder: str, args: dict) -> str:
 
 
 def _checkpoint_bytes(args: dict) -> int | None:
-    """Bytes of the newest complete checkpoint with our state beside it; None if there is no checkpoint."""
+    """Return the bytes of the newest complete checkpoint with our state beside it; None if there is no checkpoint."""
     latest = Path(args["ckpt.path"], "_actor", "latest")
     if not latest.is_file():
         return None

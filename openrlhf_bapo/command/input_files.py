@@ -67,7 +67,7 @@ def listed(names: str | None) -> list[str]:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name may be one on the hub: OWNER/NAME, or NAME."""
+    """Return whether a name may be one on the hub: OWNER/NAME, or NAME."""
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
 
 
@@ -174,7 +174,7 @@ def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
 
 
 def model_length(config: Any) -> int | None:
-    """Positions of a text model, in tokens, as vLLM computes them from its configuration; None: not known."""
+    """Return the positions of a text model, as vLLM computes them from its configuration; None: not known."""
     length = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if length is None or "rope_type" not in rope or rope["rope_type"] in ("su", "longrope", "llama3"):
@@ -375,7 +375,7 @@ def check_python_file(flag: str, file: str, allowed: str) -> None:
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is an HTTP address with a host."""
+    """Return whether a text is an HTTP address with a host."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

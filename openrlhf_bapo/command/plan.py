@@ -175,7 +175,7 @@ def _full_pool(args: Namespace) -> Term:
 
 
 def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
-    """Bytes that a run writes, by the flag of the folder. A critic counts as a model of the actor's size.
+    """Return the bytes that a run writes, by the flag of the folder. A critic counts as a model of the actor's size.
 
     Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
@@ -197,7 +197,7 @@ def _room(flag: str, args: Namespace) -> tuple[Path, int]:
 
 
 def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
-    """One line per folder whose disk, on this machine, is too small for the run's files."""
+    """Return one line per folder whose disk, on this machine, is too small for the run's files."""
     found = []
     for flag, terms in disk_terms(args, shape).items():
         folder, room = _room(flag, args)

@@ -110,7 +110,7 @@ def tally_offpolicy(
 
 
 def offpolicy_metrics(tally: OffPolicyTally) -> dict[str, float]:
-    """Metrics of all tokens, and of the tokens of each bucket that is not empty. Synchronizes with the device once.
+    """Return the metrics of all tokens, and of each bucket that is not empty. Synchronizes with the device once.
 
     Returns:
         "offpolicy/" staleness_mean and staleness_max (versions), optimizer_steps_mean and optimizer_steps_max, ess

@@ -215,7 +215,7 @@ class PartialPool:
                 self.drop(group, "stale")
 
     def overdue(self, version: int | None = None) -> list[tuple[Group, Response]]:
-        """With "finish", return the unfinished responses at `max_segments`, which are to be finished as truncated.
+        """Return the unfinished responses at `max_segments`, which "finish" ends as truncated; [] with "drop".
 
         A group is dropped instead if one of these responses has no tokens.
 

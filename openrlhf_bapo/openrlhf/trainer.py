@@ -46,7 +46,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
 
 
 def evaluate_at_start(ppo_trainer: ModuleType) -> None:
-    """`--eval.at_start`: also run OpenRLHF's evaluation before the first update of a new run.
+    """Run OpenRLHF's evaluation before the first update of a new run too (`--eval.at_start`).
 
     `fit` calls `init_checkpoint_states` first. The engines have the initial weights then.
     """

@@ -30,7 +30,7 @@ def hold_the_ranks_port(launcher: ModuleType) -> None:
 
 
 def shuffle_by_step(ray_actors: ModuleType) -> None:
-    """With `--train.full_determinism_enable`, derive the order of a model's samples from seed and optimizer steps.
+    """Derive the order of a model's samples from seed and optimizer steps (`--train.full_determinism_enable`).
 
     OpenRLHF draws the order from the process's random numbers, which start again when a run is resumed.
     """

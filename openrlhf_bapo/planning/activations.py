@@ -7,7 +7,7 @@ from openrlhf_bapo.planning.terms import divide_up
 
 
 def layer_bytes_per_token(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
-    """Bytes that one layer saves for its backward, per token, in bf16 with flash attention.
+    """Return the bytes that one layer saves for its backward, per token, in bf16 with flash attention.
 
     With hidden size h, queries q = heads x head_dim, keys k (and values) = key_value_heads x head_dim, MLP size i:
 
@@ -31,26 +31,26 @@ def layer_bytes_per_token(shape: ModelShape, tensor_parallel_size: int = 1) -> i
 
 
 def saved_bytes_per_token(shape: ModelShape, gradient_checkpointing: bool, tensor_parallel_size: int = 1) -> int:
-    """Bytes that a forward with gradient keeps for all layers; with checkpointing only the layers' inputs."""
+    """Return the bytes that a forward with gradient keeps in all layers; with checkpointing, the layers' inputs."""
     if gradient_checkpointing:
         return 2 * shape.hidden_size * shape.num_layers
     return layer_bytes_per_token(shape, tensor_parallel_size) * shape.num_layers
 
 
 def outer_bytes_per_token(shape: ModelShape) -> int:
-    """Bytes saved outside the layers: final RMSNorm and lm_head's input (8h + 4), cosines and sines, token ids."""
+    """Return the bytes saved outside layers: final RMSNorm and lm_head's input (8h + 4), cosines, sines, token ids."""
     return 8 * shape.hidden_size + 4 + 4 * shape.head_dim + 8
 
 
 def backward_bytes_per_token(shape: ModelShape, gradient_checkpointing: bool, tensor_parallel_size: int = 1) -> int:
-    """Bytes at work in a layer's backward: gradients of its MLP and of the residual, and recomputed activations."""
+    """Return the bytes at work in a layer's backward: gradients of MLP and residual, and recomputed activations."""
     gradients = divide_up(4 * shape.intermediate_size, tensor_parallel_size) + 2 * shape.hidden_size
     recomputed = layer_bytes_per_token(shape, tensor_parallel_size) if gradient_checkpointing else 0
     return gradients + recomputed
 
 
 def forward_bytes_per_token(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
-    """Bytes of a forward without gradient, which peaks in an MLP: silu(gate), up, product, and four hidden states."""
+    """Return the bytes of a forward without gradient, which peaks in an MLP: silu(gate), up, product, 4 states."""
     outer = 4 * shape.head_dim + 8
     return divide_up(6 * shape.intermediate_size, tensor_parallel_size) + 8 * shape.hidden_size + outer
 
@@ -68,7 +68,7 @@ class LogitsBytes:
 
 
 def logits_bytes(*, temperature: float, entropy_coef: float | None, fused_kernels: bool) -> LogitsBytes:
-    """Bytes per logit. Logits are never chunked, so they are the largest term with long samples.
+    """Return the bytes per logit. Logits are never chunked, so they are the largest term with long samples.
 
     Fused kernels: flash-attn's cross entropy makes fp32 gradients beside the fp32 logits (4 + 4) and casts them to bf16
     (2). A division by the temperature, or an entropy in the loss, adds one fp32 tensor before that cast (4 + 4 + 4).

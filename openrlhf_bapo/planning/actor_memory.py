@@ -61,7 +61,7 @@ class TrainingSetup:
 
 
 def dynamic_batch_tokens(max_tokens_per_gpu: int, max_len: int, gpus_per_sample: int) -> int:
-    """Tokens of a micro-batch under --train.dynamic_batch_enable: at least one sample, however long.
+    """Return the tokens of a micro-batch under --train.dynamic_batch_enable: at least one sample, however long.
 
     Args:
         gpus_per_sample: ring_attn_size x tensor_parallel_size; OpenRLHF multiplies by both (utils/seqlen_balancing.py).
@@ -113,7 +113,7 @@ def training_phases(shape: ModelShape, setup: TrainingSetup) -> list[Phase]:
 
 
 def idle_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """Memory of the actor, the reference model and the EMA copy while they are idle.
+    """Return the memory of the actor, the reference model and the EMA copy while they are idle.
 
     A sleeping DeepSpeed keeps the bf16 weights (deepspeed_utils.offload_deepspeed_states leaves out lp_params); with
     adam_offload, sleep does nothing. Without sleep, the gradients are freed after a step, except for ZeRO-3's buffer,
@@ -140,7 +140,7 @@ def weight_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def optimizer_terms(shape: ModelShape, setup: TrainingSetup, stepping: bool = False) -> list[Term]:
-    """Gradients and AdamW's states, during backward or, if `stepping`, in the optimizer step.
+    """Return the gradients and AdamW's states, during backward or, if `stepping`, in the optimizer step.
 
     | stage | gradients | fp32 weights and two moments |
     |---|---|---|
@@ -177,7 +177,7 @@ def bucket_terms(setup: TrainingSetup) -> list[Term]:
 
 
 def gathered_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """ZeRO-3's whole weights around the current layer: up to stage3_max_live_parameters and one more weight."""
+    """Return ZeRO-3's whole weights around the current layer: up to stage3_max_live_parameters and one weight more."""
     if setup.zero_stage < 3:
         return []
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
@@ -186,7 +186,7 @@ def gathered_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def in_flight_gradient_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """Gradients between backward and their reduction: a weight too large for the bucket, or the bucket's copy.
+    """Return gradients between backward and reduction: a weight too large for the bucket, or the bucket's copy.
 
     ZeRO-3's reduce-scatter copies the bucket to interleave it (runtime/comm/coalesced_collectives.py).
     """
@@ -232,7 +232,7 @@ def training_process_term(setup: TrainingSetup) -> Term:
 
 
 def host_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """Pinned host memory per GPU: offloaded or sleeping states, EMA copy and reference model."""
+    """Return the pinned host memory per GPU: offloaded or sleeping states, EMA copy and reference model."""
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
     world = setup.zero_world_size
     terms = []

@@ -24,7 +24,7 @@ def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int
 
 
 def checkpoint_terms(num_parameters: dict[str, int], num_kept: int, replay: Term | None = None) -> list[Term]:
-    """Checkpoints on disk as DeepSpeed writes them, and our replay pool beside each.
+    """Return the checkpoints on disk as DeepSpeed writes them, and our replay pool beside each.
 
     Args:
         num_parameters: parameters of each trained model, by its name.

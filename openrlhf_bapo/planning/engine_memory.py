@@ -44,7 +44,7 @@ class KvCache:
 
 
 def kv_bytes_per_token(shape: ModelShape, tensor_parallel_size: int) -> int:
-    """bf16 keys and values of all layers; vLLM keeps at least one head on each GPU."""
+    """Return the bytes per token of bf16 keys and values in all layers; vLLM keeps at least one head on each GPU."""
     heads = max(1, shape.num_key_value_heads // tensor_parallel_size)
     return 2 * shape.num_layers * heads * shape.head_dim * 2
 
@@ -96,7 +96,7 @@ def engine_phase(shape: ModelShape, engine: EngineSetup, gpu_bytes: int, beside:
 
 
 def colocated_phases(shape: ModelShape, setup: TrainingSetup, engine: EngineSetup, gpu_bytes: int) -> list[Phase]:
-    """All phases of a GPU that has both actor and engine (--train.colocate_all in sync training).
+    """Return all phases of a GPU that has both actor and engine (--train.colocate_all in sync training).
 
     An engine without sleep keeps its whole share during training. A weight sync wakes only the weights, gathers one
     weight at a time and copies it for the engine (`_handle_cuda_ipc` in trainer/ray/ppo_actor.py).
@@ -113,7 +113,7 @@ def colocated_phases(shape: ModelShape, setup: TrainingSetup, engine: EngineSetu
 
 
 def engine_host_terms(shape: ModelShape, engine: EngineSetup) -> list[Term]:
-    """Pinned host memory per GPU of an engine on the actor's GPUs: its weights while it sleeps."""
+    """Return the pinned host memory per GPU of an engine on the actor's GPUs: its weights while it sleeps."""
     if not engine.enable_sleep:
         return []
     size = engine.tensor_parallel_size

@@ -77,7 +77,7 @@ class ModelShape:
         return self.num_parameters_per_rank(1)
 
     def num_parameters_per_rank(self, tensor_parallel_size: int) -> int:
-        """Parameters of one tensor-parallel rank of DeepSpeed.
+        """Count the parameters of one tensor-parallel rank of DeepSpeed.
 
         The projections and an untied lm_head are split, embeddings and norms stay whole (module_inject/auto_tp.py).
         """

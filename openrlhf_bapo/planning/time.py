@@ -11,7 +11,7 @@ from openrlhf_bapo.planning.model_shape import ModelShape
 def step_flops(
     shape: ModelShape, *, trained_tokens: int, forward_tokens: int, length: int, gradient_checkpointing: bool
 ) -> int:
-    """FLOPs of a training step on all GPUs, causal attention included: 2P per token forward, twice that backward.
+    """Count the FLOPs of a training step on all GPUs, causal attention included: 2P per token forward, 4P backward.
 
     Args:
         trained_tokens: tokens that go through a backward; checkpointing repeats nearly all of their forward.
@@ -34,7 +34,7 @@ def rollout_seconds(
     response_tokens: int,
     bytes_per_second: float,
 ) -> float:
-    """Seconds in which one engine generates its sequences, if memory reads alone take time.
+    """Return the seconds in which one engine generates its sequences, if memory reads alone take time.
 
     Each step generates one token per running sequence. It reads the weights once, and the keys and values of each
     sequence so far. Left out: prefill, communication, the tail of long responses.
