@@ -64,7 +64,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         config = replace(ClipConfig.preset(self.preset), **given)
         self.update = _Update(make_clip_rule(config))
         os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
-        print(f"openrlhf-bapo: verl's policy loss is bapo, {config}", flush=True)
+        print(f"openrlhf-bapo: verl's policy loss is bapo, scope {config.scope}, {config}", flush=True)
 
 
 class _Update:

@@ -35,7 +35,7 @@ TESTS = {
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "core/saved_pool.py": ["test_saved_pool.py"],
-    "command/flags.py": ["test_flags.py"],
+    "command/flags.py": ["test_flags.py", "test_tokens.py"],
     "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],

@@ -151,13 +151,18 @@ class FixedBounds(ClipRule):
     """The same bounds for every update, as in PPO and GRPO; measures the shares at them.
 
     Args:
-        lower: importance ratio; at or below 0 the lower bound never clips.
-        upper: importance ratio.
+        lower: importance ratio, at most 1; at or below 0 the lower bound never clips.
+        upper: importance ratio, at least 1.
+
+    Raises:
+        ValueError: for bounds that leave 1 outside.
     """
 
     searches = False
 
     def __init__(self, lower: float, upper: float) -> None:
+        if not lower <= 1 <= upper:
+            raise ValueError(f"bounds {lower:g}, {upper:g} are not allowed; they must satisfy lower <= 1 <= upper")
         self.config = ClipConfig()  # for the shares: the paper's contribution and target
         self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).unbind()
 

@@ -79,7 +79,10 @@ def test_a_cell_that_fails_is_reported_and_leaves_no_result(small_study):
     change_study(flags, '"ppo"]', '"ppo", "wrong"]')
     run = run_study("run", "--cells", "*lr0.0001*", *flags)
     assert run.returncode == 1
-    assert "wrong-seed3 FAILED" in run.stdout and "the bounds must satisfy 0 < ratio_lower_start" in run.stdout
+    assert (
+        "wrong-seed3 FAILED" in run.stdout
+        and "bounds 3, 4 are not allowed; they must satisfy lower <= 1 <= upper" in run.stdout
+    )
     assert [file.name for file in runs.iterdir()] == ["walk-lag0-updates1-lr0.0001-ppo-seed3.csv"]
 
 

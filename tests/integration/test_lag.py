@@ -1,7 +1,6 @@
 """--offpolicy.lag: every rollout is trained on so many rollouts after it was made, in order, and none is lost."""
 
 import os
-import re
 import signal
 
 import pipeline
@@ -23,38 +22,6 @@ def lag_flags(folder, **overrides) -> list[str]:
         offpolicy__lag=LAG,
     )
     return pipeline.flags(folder, **flags | overrides)
-
-
-@pytest.fixture
-def reward_file(tmp_path):
-    (tmp_path / "reward.py").touch()
-
-
-def test_a_lag_of_0_is_no_lag(tmp_path, reward_file):
-    given, not_given = (vars(pipeline.parse(lag_flags(tmp_path, offpolicy__lag=lag))) for lag in (0, None))
-    assert given == not_given and given["partial"].token_budget == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (dict(offpolicy__lag=-1), "--offpolicy.lag -1: allowed: .* 0 or more"),
-        (dict(train__async_enable=True), "--offpolicy.lag 3: allowed only without --train.async_enable"),
-        (dict(partial__token_budget=16), "--partial.token_budget 16: allowed without --offpolicy.lag, which is 3"),
-        (dict(partial__max_staleness=2), "--partial.max_staleness 2: allowed without --offpolicy.lag, which is 3"),
-        (dict(offpolicy__ratio_base="recomputed"), "--offpolicy.ratio_base recomputed: .*staleness of --offpolicy.lag"),
-        (dict(policy_loss="gspo"), "--offpolicy.lag 3: allowed with --policy_loss ppo or bapo, not gspo"),
-        (
-            dict(algo__advantage__is_correction_level="token"),
-            "is_correction_level token: .*with --offpolicy.lag 3: off",
-        ),
-    ],
-)
-def test_what_a_lag_cannot_go_with_is_refused_in_one_line(tmp_path, reward_file, capsys, flags, message):
-    with pytest.raises(SystemExit) as exit_:
-        pipeline.parse(lag_flags(tmp_path, **flags))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and re.search(message, line)
 
 
 def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_order_three_versions_later(

@@ -126,6 +126,12 @@ def test_fixed_bounds_stay_and_have_no_search_in_their_metrics():
     assert not rule.needs_tally_first and not rule.searches
 
 
+@pytest.mark.parametrize("bounds", [(1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
+def test_fixed_bounds_that_leave_1_outside_are_refused(bounds):
+    with pytest.raises(ValueError, match="must satisfy lower <= 1 <= upper"):
+        FixedBounds(*bounds)
+
+
 @pytest.mark.parametrize("log_ratio", [25.0, -25.0])
 def test_a_log_ratio_beyond_20_counts_as_20(log_ratio):
     found = importance_ratio(torch.tensor([log_ratio]), torch.zeros(1))

@@ -449,3 +449,49 @@ def test_a_run_evaluates_at_its_start_if_asked_and_not_again_when_it_is_resumed(
     evaluate_at_start(argparse.Namespace(PPOTrainer=actor_class))
     assert Trainer().init_checkpoint_states() == {"global_step": step}
     assert evaluations == asked * [((0,), {"temperature": 0.5, "top_p": 0.9, "n_samples_per_prompt": 3})]
+
+
+def lag_args(tmp_path, **given):
+    return pipeline.parse(pipeline.flags(tmp_path, **dict(policy_loss="bapo", offpolicy__lag=3) | given))
+
+
+def test_a_lag_of_0_is_no_lag(tmp_path):
+    given, not_given = (vars(lag_args(tmp_path, offpolicy__lag=lag)) for lag in (0, None))
+    assert given == not_given and given["partial"].token_budget == 0
+
+
+def test_a_lag_is_a_queue_of_whole_responses_that_many_versions_old(tmp_path):
+    partial = lag_args(tmp_path).partial
+    assert (partial.token_budget, partial.oversample, partial.max_staleness) == (2**31 - 1, 1.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (dict(offpolicy__lag=-1), "--offpolicy.lag -1: allowed: .* 0 or more"),
+        (dict(train__async_enable=True), "--offpolicy.lag 3: allowed only without --train.async_enable"),
+        (dict(partial__token_budget=16), "--partial.token_budget 16: allowed without --offpolicy.lag, which is 3"),
+        (dict(partial__max_staleness=2), "--partial.max_staleness 2: allowed without --offpolicy.lag, which is 3"),
+        (dict(offpolicy__ratio_base="recomputed"), "--offpolicy.ratio_base recomputed: .*staleness of --offpolicy.lag"),
+        (dict(policy_loss="gspo"), "--offpolicy.lag 3: allowed with --policy_loss ppo or bapo, not gspo"),
+        (
+            dict(algo__advantage__is_correction_level="token"),
+            "is_correction_level token: .*with --offpolicy.lag 3: off",
+        ),
+    ],
+)
+def test_flags_that_a_lag_excludes_are_refused_in_one_line(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as exit_:
+        lag_args(tmp_path, **flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and re.search(message, line)
+
+
+def test_the_ends_of_the_allowed_ranges_are_allowed(tmp_path):
+    edges = dict(bapo__max_skipped_updates=0, reward_fault__patience=0, reward_fault__max_drop_rate=0)
+    args = pipeline.parse(pipeline.flags(tmp_path, reward_fault__timeout=0.5, **edges))
+    faults = args.reward_fault
+    assert (args.bapo.max_skipped_updates, faults.patience, faults.timeout, faults.max_drop_rate) == (0, 0, 0.5, 0)
+    assert pipeline.parse(pipeline.flags(tmp_path, reward_fault__patience=0.5)).reward_fault.patience == 0.5
+    with pytest.raises(SystemExit):
+        pipeline.parse(pipeline.flags(tmp_path, reward_fault__timeout="inf"))
