@@ -73,7 +73,7 @@ def _read_json(path: Path) -> Iterator[dict]:
     with open(path, encoding=_ENCODING) as file:
         if path.suffix.lower() == ".json" and file.read().lstrip().startswith("["):
             file.seek(0)
-            rows = enumerate(json.load(file), start=1)
+            rows: Iterable[tuple[int, object]] = enumerate(json.load(file), start=1)
         else:
             file.seek(0)
             rows = ((number, _loads(line, number)) for number, line in enumerate(file, start=1) if line.strip())

@@ -116,7 +116,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if waiting:
         _generate(args, endpoints, waiting, prompts, record)
 
-    by_dataset = {}
+    by_dataset: dict[str, list[list[GradedResponse]]] = {}
     for problem in problems:
         by_dataset.setdefault(problem.dataset, []).append(record.finished[problem.key])
     metrics = evaluation_metrics(by_dataset, args.pass_at, args.seed)
@@ -209,9 +209,11 @@ def table(metrics: dict[str, dict[str, Estimate | None]], num_problems: dict[str
     for dataset, estimates in metrics.items():
         if dataset == MACRO_AVERAGE and len(num_problems) == 1:
             continue
-        cells = ["-" if estimates[name] is None else f"{estimates[name].mean:.3f}" for name in names]
-        cells[0] += f" [{estimates[names[0]].low:.3f}, {estimates[names[0]].high:.3f}]"
-        cells[-1] = f"{estimates[names[-1]].mean:.1f}"
+        cells = ["-" if estimate is None else f"{estimate.mean:.3f}" for estimate in map(estimates.get, names)]
+        first, length = estimates[names[0]], estimates[names[-1]]
+        assert first and length  # only majority@n may be None
+        cells[0] += f" [{first.low:.3f}, {first.high:.3f}]"
+        cells[-1] = f"{length.mean:.1f}"
         rows.append([dataset, str(num_problems.get(dataset, sum(num_problems.values()))), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]

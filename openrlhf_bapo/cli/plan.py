@@ -28,8 +28,8 @@ def main(argv: list[str]) -> None:
     for name, text in _MACHINE_HELP.items():
         default = getattr(Machine, name)
         parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} (default: {default})")
-    ours, training = parser.parse_known_args(argv)
-    ours = {name.removeprefix("plan."): value for name, value in vars(ours).items()}
+    parsed, training = parser.parse_known_args(argv)
+    ours = {name.removeprefix("plan."): value for name, value in vars(parsed).items()}
     for name, value in ours.items():
         if isinstance(value, int | float) and value <= 0:
             parser.error(f"--plan.{name} {value}: allowed: above 0")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def configuration(args: SimpleNamespace) -> str:
+def configuration(args: argparse.Namespace | SimpleNamespace) -> str:
     """Format all flags and values, one paragraph per group."""
     paragraphs = []
     for group, values in sorted(vars(args).items()):
@@ -69,7 +69,7 @@ def configuration(args: SimpleNamespace) -> str:
 
 
 def _flatten(values: SimpleNamespace, prefix: str = "") -> list[tuple[str, object]]:
-    found = []
+    found: list[tuple[str, object]] = []
     for name, value in sorted(vars(values).items()):
         found += _flatten(value, f"{prefix}{name}.") if isinstance(value, SimpleNamespace) else [(prefix + name, value)]
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
 
 # (title, {tag: label}). Panels without data are left out, so runs without BAPO can be drawn too.
-_PANELS = [
+_PANELS: list[tuple[str, dict[str, str | None]]] = [
     ("reward of the rollouts", {"train/rollout/reward_mean": None}),
     ("held-out accuracy", {}),  # the tags depend on the data: all eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
@@ -65,7 +65,7 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    scalars = {}
+    scalars: dict[str, tuple[list[int], list[float]]] = {}
     for file in sorted(directory.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for tag in events.Tags()["scalars"]:
@@ -118,7 +118,7 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
                     style |= {"color": color, "linestyle": _LINE_STYLES[place % len(_LINE_STYLES)]}
                 elif len(steps) >= 25:
                     style = {}
-                parts = [label] * (len(groups) > 1) + [tag_label] * (tag_label is not None)
+                parts = [label] * (len(groups) > 1) + ([] if tag_label is None else [tag_label])
                 (line,) = axis.plot(steps, mean, linewidth=1.2, label=", ".join(parts) or None, **style)
                 if len(curves) > 1:
                     axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--target", type=float, default=None, help="target of the positive share, drawn as a line")
     parser.add_argument("--csv", type=Path, default=None, help="also write all logged numbers to this file")
     args = parser.parse_args(argv)
-    groups = {}
+    groups: dict[str, list[dict]] = {}
     for run in args.runs:
         label, _, folder = run.rpartition("=")
         path = Path(folder)

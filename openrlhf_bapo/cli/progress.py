@@ -74,8 +74,9 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the command decides when the output ends
     start = shown_at = time.monotonic()
-    last, finished_steps = collections.deque(maxlen=_LINES_AT_FAILURE), 0
-    evaluations, is_complete = [], False
+    last: collections.deque[str] = collections.deque(maxlen=_LINES_AT_FAILURE)
+    evaluations: list[tuple[int, dict[str, float]]] = []
+    finished_steps, is_complete = 0, False
     with open(args.log, "w") as log:
         for line in sys.stdin:
             log.write(line)

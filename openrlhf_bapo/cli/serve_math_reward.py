@@ -7,9 +7,13 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 LARGEST_BODY = 64 << 20  # bytes; 500 responses of 32,000 tokens
 
@@ -46,7 +50,7 @@ def parse_request(body: bytes) -> tuple[list[str], list[str]]:
     return responses, [str(label) for label in request["labels"]]
 
 
-def make_app(grader: MathGrader):
+def make_app(grader: MathGrader) -> "FastAPI":
     """Make the FastAPI application: POST /get_reward, GET /health."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse

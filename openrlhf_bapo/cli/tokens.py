@@ -4,6 +4,7 @@ import argparse
 import csv
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) -> None:
+def _draw_density(axis: Any, sign: str, tokens: dict[str, np.ndarray], least: float) -> None:
     """Draw probability against importance ratio, with the bound that clips this sign."""
     from matplotlib.colors import ListedColormap
 
@@ -171,7 +172,7 @@ def _draw_density(axis, sign: str, tokens: dict[str, np.ndarray], least: float) 
     axis.legend(fontsize="small", loc="lower left")
 
 
-def _draw_entropy(axis, rows: list[dict]) -> None:
+def _draw_entropy(axis: Any, rows: list[dict]) -> None:
     """Draw the mean entropy by bin of the ratio, with its standard error."""
     labels = list(dict.fromkeys(row["group"] for row in rows))
     for sign, style, shift in (("positive", "o-", -0.08), ("negative", "s--", 0.08)):
@@ -192,7 +193,7 @@ def _draw_entropy(axis, rows: list[dict]) -> None:
     axis.legend(fontsize="small")
 
 
-def _draw_fates(axis, rows: list[dict]) -> None:
+def _draw_fates(axis: Any, rows: list[dict]) -> None:
     """Draw the fate of the tokens that either range clips, in percent of all tokens of their sign."""
     width, names = 0.27, list(SIGNS)
     looks = zip(FATES[1:], ("//", "..", ""), ("white", "0.85", "0.4"), strict=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from openrlhf_bapo.command.arguments import run_upstream
 from openrlhf_bapo.command.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
@@ -21,7 +21,11 @@ def main(argv: list[str] | None = None) -> None:
     after SIGTERM, or 130 after Ctrl-C.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands without one
-    values, signals, failures, engines, started = {}, [], [], [], []
+    values: dict[str, Any] = {}
+    signals: list[int] = []
+    failures: list[BaseException] = []
+    engines: list[Any] = []
+    started: list[bool] = []
     watch_engines(engines, failures)
 
     def prepare(args: argparse.Namespace) -> None:
@@ -77,7 +81,7 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
     upstream = ray.init
 
     @functools.wraps(upstream)
-    def init(*positional, runtime_env=None, **kwargs):
+    def init(*positional: Any, runtime_env: dict | None = None, **kwargs: Any) -> Any:
         runtime_env = {**(runtime_env or {}), "worker_process_setup_hook": WORKER_SETUP_HOOK}
         context = upstream(*positional, runtime_env=runtime_env, **kwargs | resources)
         catch_signals(signals, vars(args)["ckpt.on_interrupt"])  # Ray has just set its own handlers
