@@ -126,6 +126,18 @@ def test_fixed_bounds_stay_and_have_no_search_in_their_metrics():
     assert not rule.needs_tally_first and not rule.searches
 
 
+def test_steady_bounds_without_smoothing_are_refused():
+    with pytest.raises(ValueError, match="smoothing None is not allowed"):
+        SteadyBounds(ClipConfig())
+
+
+@of_every_rule
+def test_only_fixed_bounds_do_not_search(make):
+    rule = make(ClipConfig())
+    assert rule.searches == (not isinstance(rule, FixedBounds))
+    assert (closed(rule, [(1.1, 1.0, 1.0)]).found is not None) == rule.searches
+
+
 @pytest.mark.parametrize("bounds", [(1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
 def test_fixed_bounds_that_leave_1_outside_are_refused(bounds):
     with pytest.raises(ValueError, match="must satisfy lower <= 1 <= upper"):
