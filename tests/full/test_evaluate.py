@@ -423,7 +423,7 @@ def test_responses_that_no_config_describes_are_not_adopted(directory, tmp_path,
     out = begin(directory, tmp_path)
     (out / "responses.jsonl").write_text(a_line("a") + "\n")
     (out / "config.json").unlink()
-    assert_refused(flags(directory, out=out), f"--out {out}: has responses.jsonl, but no config.json", capsys)
+    assert_refused(flags(directory, out=out), f"--out {out}: has responses.jsonl but not the config.json", capsys)
     assert not (out / "config.json").exists()
 
 
