@@ -44,7 +44,7 @@ class BapoPolicyLoss(PolicyLoss):
     tallies its tokens, and `close_update` closes an update that has been trained.
 
     Args:
-        clip_config: BAPO's settings; its `dual_clip` is used by `--bapo.preset` alone.
+        clip_config: BAPO's settings. Its `dual_clip` has no effect here: `PolicyLoss` has an argument of this name.
         rule: a clip rule in place of BAPO's with `clip_config`.
         token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behavior(token). The paper writes
             Eq. 8 with that weight. Over sampled tokens it counts the probability twice, so it is not the default.
