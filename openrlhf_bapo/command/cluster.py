@@ -1,0 +1,156 @@
+"""Checks the cluster that a run has joined: the GPUs of its nodes, their copy of this package, the shared folder.
+
+Ray reserves GPUs in placement groups. If a cluster cannot hold one, Ray waits without end and without a word.
+"""
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import openrlhf_bapo
+from openrlhf_bapo.command.checks import describe_gpus, gpu_groups, largest_group
+from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.openrlhf.interrupts import is_training
+
+EVERY = 60.0
+"""Seconds between two looks at the cluster."""
+
+
+PATIENCE = 300.0
+"""Seconds that a node may take to answer."""
+
+
+def check_nodes(args: Namespace) -> None:
+    """End a run if another node lacks this package, has another copy of it, or does not see the checkpoints' folder.
+
+    The end is one line and exit code 2.
+
+    Args:
+        args: flat, names with dots.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    del others[here]
+    if not others:
+        return
+    folder, ours = Path(vars(args)["ckpt.path"]), describe_package()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-every-node-") as file:
+        look = functools.partial(ray.remote(_look).options, num_cpus=0, max_retries=0)
+        asked = {
+            address: look(scheduling_strategy=NodeAffinitySchedulingStrategy(id, soft=False)).remote(file.name)
+            for id, address in others.items()
+        }
+        for address, answer in asked.items():
+            try:
+                theirs, sees = ray.get(answer, timeout=PATIENCE)
+            except Exception as error:  # of any kind, because it is raised by what the node has in the package's place
+                cause = str(error).strip().splitlines()[-1].strip()
+                exit_with_one_line(f"node {address}: openrlhf-bapo does not start there ({cause}); {_REMEDY}")
+            if theirs != ours:
+                exit_with_one_line(f"node {address}: has openrlhf-bapo {theirs}, but here it is {ours}; {_REMEDY}")
+            if not sees:
+                exit_with_one_line(
+                    f"--ckpt.path {folder}: node {address} does not see a file that was written there; allowed: a "
+                    "folder that all nodes share"
+                )
+
+
+_REMEDY = "install the same copy on every node"
+
+
+def describe_package() -> str:
+    """Return the version of this package and a checksum of its source files."""
+    folder, digest = Path(openrlhf_bapo.__file__).parent, hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return f"{openrlhf_bapo.__version__} ({digest.hexdigest()[:8]})"
+
+
+def _look(file: str) -> tuple[str, bool]:
+    """Return what this node has in the package's place, and whether it sees a file."""
+    return describe_package(), os.path.exists(file)
+
+
+def wait_for_room(args: Namespace) -> None:
+    """End a run that asks for more GPUs than the cluster has; tell what the run waits for if others use them.
+
+    The end is one line and exit code 2. The waiting is told by a thread, until the first step begins.
+
+    Args:
+        args: flat, names with dots.
+    """
+    from openrlhf.utils.config import hierarchize
+
+    groups, by_node = gpu_groups(hierarchize(args)), gpus_by_node()
+    if sum(groups.values()) > sum(by_node.values()):
+        exit_with_one_line(
+            f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: up to the "
+            f"{sum(by_node.values())} of the cluster ({describe_nodes(by_node)}), or a cluster with more nodes"
+        )
+    threading.Thread(target=_report_waiting, args=[groups], daemon=True).start()
+
+
+def gpus_by_node() -> dict[str, int]:
+    """Return the number of GPUs of each living node by its address."""
+    import ray
+
+    return {node["NodeManagerAddress"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def describe_nodes(by_node: dict[str, int]) -> str:
+    """Return the GPUs of each node in words."""
+    return ", ".join(f"{address} has {num}" for address, num in by_node.items()) or "no nodes"
+
+
+def _report_waiting(groups: dict[str, int]) -> None:
+    before: set[str] = set()
+    # After the connection has ended, the main thread says why.
+    with contextlib.suppress(Exception):
+        while not is_training():
+            waiting = _without_resources()
+            # A process that starts has no resources for a moment, too.
+            if both := [name for id, name in waiting.items() if id in before]:
+                print(f"openrlhf-bapo: {_describe(groups, both)}", flush=True)
+            before = set(waiting)
+            time.sleep(EVERY)
+
+
+def _describe(groups: dict[str, int], waiting: list[str]) -> str:
+    import ray
+
+    free, by_node = int(ray.available_resources().get("GPU", 0)), gpus_by_node()
+    return (
+        f"waits until the cluster has room for {', '.join(sorted(waiting))}; the run asks for {describe_gpus(groups)}; "
+        f"free are {free} of {sum(by_node.values())} ({describe_nodes(by_node)}); Ctrl-C ends the run"
+    )
+
+
+def _without_resources() -> dict[str, str]:
+    """Return what this Ray job asked for and the cluster has not granted: names by id."""
+    import ray
+    from ray._private.state import actors
+    from ray.util import placement_group_table
+
+    job = ray.get_runtime_context().get_job_id()
+    found = {
+        id: f"a group of {len(group['bundles'])} GPUs"
+        for id, group in placement_group_table().items()
+        if id.endswith(job) and group["state"] in ("PENDING", "RESCHEDULING")
+    }
+    # An actor has a process as soon as it has resources.
+    found |= {
+        id: actor["ActorClassName"]
+        for id, actor in actors().items()
+        if actor["JobID"] == job and actor["State"] == "PENDING_CREATION" and not actor["Pid"]
+    }
+    return found
