@@ -3,6 +3,7 @@
 import shutil
 from argparse import Namespace
 
+import partial
 import pipeline
 import recordings
 import torch
@@ -31,7 +32,7 @@ def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
     )
     recorder = recordings.environment(directory / "unbroken") | QUICKER
     unbroken = pipeline.train(directory, flags, "unbroken", **recorder)
-    # What a machine leaves that dies after the second step.
+    # The files of a machine that dies after the second step.
     for part in ("_actor", "_critic", "_replay"):
         for step in (3, 4):
             shutil.rmtree(directory / "ckpt" / part / f"global_step{step}")
@@ -61,6 +62,49 @@ def test_a_resumed_runs_steps_equal_those_of_the_unbroken_run(tmp_path):
             torch.testing.assert_close(values, whole[name][later], rtol=0, atol=close, equal_nan=True)
 
 
+def test_a_resumed_async_run_first_trains_on_the_samples_that_waited(tmp_path):
+    directory = partial.make_model(tmp_path)
+    # Five of the six training steps are on the first rollout.
+    sizes = dict(partial__token_budget=None, rollout__vllm_generate_batch_size=80, ckpt__save_steps=1, ckpt__max_num=9)
+    flags = partial.flags(directory, **sizes, **partial.ASYNC)
+    unbroken = pipeline.train(directory, flags, "unbroken", **recordings.environment(directory / "unbroken"))
+    counts = [step["rollout/samples_waiting"] for step in pipeline.steps(unbroken)]
+    assert counts == [256, 192, 128, 64, 0, 0]
+    # The files of a machine that dies after the second step.
+    for step in (3, 4, 5, 6):
+        shutil.rmtree(directory / f"ckpt/_actor/global_step{step}")
+        shutil.rmtree(directory / f"ckpt/_buffer/global_step{step}", ignore_errors=True)
+    (directory / "ckpt/_actor/latest").write_text("global_step2")
+
+    recorder = recordings.environment(directory / "resumed", start=1)  # it publishes the saved weights first
+    resumed = pipeline.train(directory, [*flags, "--ckpt.load_enable"], "resumed", **recorder)
+    steps = pipeline.steps(resumed)
+    assert [step["rollout/samples_waiting"] for step in steps] == counts[2:]
+    whole, rest = (recordings.trained_on(directory / name) for name in ("unbroken", "resumed"))
+    for step in range(2, 5):
+        expected, found = (samples_of(batch, step) for batch in (whole, rest))
+        assert expected == found and len(found) == 64
+    before = {name: tensor[whole["version"] < 2] for name, tensor in whole.items()}
+    counted = partial.prompts_trained(before) + partial.prompts_trained(rest)
+    assert len(counted) == partial.NUM_PROMPTS and set(counted.values()) == {partial.NUM_SAMPLES}
+    policies = recordings.Policies(directory / "model", *(directory / name for name in ("unbroken", "resumed")))
+    mask = rest["action_mask"] > 0
+    assert torch.equal(rest["staleness"].long(), torch.where(mask, rest["version"][:, None] - rest["versions"], 0))
+    sampled = policies.log_probs(rest, rest["versions"], sampled=True)
+    assert (sampled - rest["denominators"])[mask].abs().max() < recordings.CLOSE
+
+
+def samples_of(batch: dict[str, torch.Tensor], version: int) -> list[tuple]:
+    """Return tokens, versions, staleness, log-probs and reward of the samples trained on at a version, sorted."""
+    chosen = batch["version"] == version
+    columns = [batch[name][chosen] for name in ("sequences", "versions", "staleness", "rollout_log_probs", "rewards")]
+    rows = zip(*columns, batch["action_mask"][chosen] > 0, strict=True)
+    return sorted(
+        (tokens[:-1][mask].tolist(), *(values[mask].tolist() for values in others), float(reward))
+        for tokens, *others, reward, mask in rows
+    )
+
+
 def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_the_whole_one(tmp_path):
     for group, latest in (("_actor", 4), ("_critic", 6)):
         for step in (2, 4, 6, 10):
@@ -68,7 +112,7 @@ def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_t
         (tmp_path / group / "latest").write_text(f"global_step{latest}")
     use_checkpoint(Namespace(**{"ckpt.path": tmp_path, "ckpt.resume_from": "global_step2"}))
     left = {folder.relative_to(tmp_path).as_posix() for folder in tmp_path.glob("*/global_step*")}
-    # What is whole stays, resumed or not.
+    # Whole checkpoints stay, resumed or not.
     steps = {"_actor": (2, 4), "_critic": (2, 4, 6)}
     assert left == {f"{group}/global_step{step}" for group, of_group in steps.items() for step in of_group}
     assert {file.read_text() for file in tmp_path.glob("*/latest")} == {"global_step2"}
@@ -81,7 +125,7 @@ def test_a_resumed_actor_takes_the_samples_in_the_order_of_the_unbroken_one(tmp_
     argv = pipeline.flags(directory, policy_loss="bapo", train__full_determinism_enable=True, **steps)
     (unbroken,) = pipeline.train_policy_actors(directory, argv, [samples], num_steps=2, save_after=1)
     sizes = [search["num_tokens"] for search in unbroken["searches"]]  # of each step's two updates
-    assert len(sizes) == 4 and sizes[:2] != sizes[2:]  # every step has an order of its own
+    assert len(sizes) == 4 and sizes[:2] != sizes[2:]  # the steps take the samples in different orders
     (resumed,) = pipeline.train_policy_actors(directory, [*argv, "--ckpt.load_enable"], [samples])
     assert resumed["status"]["policy_loss"] == unbroken["status"]["policy_loss"]
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in unbroken["weights"].items())

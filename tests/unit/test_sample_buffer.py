@@ -1,0 +1,101 @@
+"""Samples that wait for later training steps are part of the checkpoint, and a resumed run trains on them."""
+
+from dataclasses import fields
+
+import pipeline
+import pytest
+import torch
+from test_partial_samples import GENERATE, NUM_SAMPLES, directory, labels, make_generator, without_ray  # noqa: F401
+
+from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer
+from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
+
+OVERSAMPLING = dict(
+    partial__token_budget=None,
+    train__async_enable=True,
+    rollout__vllm_generate_batch_size=10,
+    train__batch_size=12,
+    train__micro_batch_size=6,
+)
+
+
+def rollouts(generator):
+    """Return the rollouts of an episode until the data are exhausted, each with the state of the data after it."""
+    has_ended = False
+    while not has_ended:
+        samples, *_, has_ended = generator.generate_samples(**GENERATE)
+        yield samples, generator.prompts_dataloader.state_dict()
+
+
+@pytest.mark.parametrize("killed_after", range(1, 7))
+def test_a_run_resumed_at_any_step_trains_on_every_prompt_once(directory, tmp_path, killed_after):  # noqa: F811
+    generator = make_generator(directory, num_prompts=28, **OVERSAMPLING)
+    trained, waiting = [], []
+    for step, (samples, data) in enumerate(rollouts(generator), start=1):
+        assert samples.metrics["rollout/samples_waiting"] == len(samples.buffer.tensors if samples.buffer else [])
+        if step <= killed_after:
+            trained += labels(samples)
+        if step == killed_after:
+            kept = data
+            if samples.buffer is not None:
+                samples.buffer.save(tmp_path / "buffer", {}, {})
+                waiting = [*generator._sample_buffer]
+    # 10 prompts at first, 2 + 10, and 0 + the last 8, of which 4 wait after all have been drawn.
+    assert step == 7 and (not waiting) == (killed_after == 5)
+
+    resumed = make_generator(directory, num_prompts=28, **OVERSAMPLING)
+    resumed.prompts_dataloader.load_state_dict(kept)
+    if waiting:
+        resumed.take_up_buffer(SampleBuffer.load(tmp_path / "buffer", {})[0])
+    after = [samples for samples, _ in rollouts(resumed)]
+    for before, found in zip(waiting, after[0], strict=False):
+        for field in fields(before):
+            ours, theirs = getattr(found, field.name), getattr(before, field.name)
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, field.name
+    trained += [label for samples in after for label in labels(samples)]
+    assert sorted(trained) == list(range(28))
+    again = [label for samples, _ in rollouts(resumed) for label in labels(samples)]
+    assert sorted(again) == list(range(28))  # and the next episode is a whole one
+
+
+@pytest.fixture
+def resume(directory, tmp_path):  # noqa: F811
+    """The flags of a run that resumes a checkpoint with samples that wait, which version 8 made."""
+    generator = make_generator(directory, **OVERSAMPLING)
+    for engine in generator.vllm_engines:
+        engine.llm.policy_version = 1
+    samples, *_ = generator.generate_samples(**GENERATE)
+    checkpoint = tmp_path / "ckpt/_actor/global_step1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "ckpt/_actor/latest").write_text("global_step1")
+    state = {"policy_version": 9, "steps_by_version": [0] * 10, "version_offset": 7}
+    samples.buffer.save(tmp_path / "ckpt/_buffer/global_step1", state, _groups_fingerprint(generator.args))
+    sizes = dict(rollout__batch_size=4, rollout__n_samples_per_prompt=NUM_SAMPLES, rollout__micro_batch_size=6)
+    sizes |= dict(train__batch_size=6, train__micro_batch_size=6, policy_loss="bapo")
+    return pipeline.flags(directory, ckpt__load_enable=True, ckpt__path=tmp_path / "ckpt", **sizes)
+
+
+def test_the_versions_of_samples_that_wait_are_shifted_to_the_resumed_engines_count(resume):
+    buffer, state = load_sample_buffer(pipeline.parse(resume))
+    assert state["policy_version"] == 9 and len(buffer.tensors) == 6 * NUM_SAMPLES
+    for sample in buffer.experiences():  # the resumed weights are version 9 and their engines' first
+        assert set(sample.versions[sample.action_mask > 0].tolist()) == {8 - (9 - 1)}
+
+
+def test_a_resume_that_would_lose_samples_that_wait_is_refused_in_one_line(resume, capsys, tmp_path):
+    def refusal(*flags: str) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            pipeline.parse([*resume, *flags])
+        assert exit_.value.code == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    for flags in (["--partial.token_budget", "5"], ["--offpolicy.lag", "2"]):
+        message = refusal(*flags)
+        assert f"holds 18 samples that were not trained on; resume without {flags[0]}, or pass" in message
+        pipeline.parse([*resume, *flags, "--partial.discard_saved"])
+    message = refusal("--rollout.n_samples_per_prompt", "6")
+    assert "--rollout.n_samples_per_prompt '3', but this run has --rollout.n_samples_per_prompt '6'" in message
+    pipeline.parse([*resume, "--rollout.n_samples_per_prompt", "6", "--partial.discard_saved"])
+    (tmp_path / "ckpt/_buffer/global_step1/groups.safetensors").write_bytes(b"")
+    assert "groups.safetensors is damaged" in refusal()
