@@ -58,10 +58,12 @@ def read_cells(file: Path, pattern: str) -> dict[str, dict]:
             raise ValueError(f"{file}: method {', '.join(sorted(unknown))} is not among {', '.join(study['methods'])}")
         for seed, *rest in itertools.product(block["seed"], *(block[axis] for axis in AXES[:-1])):
             cell = dict(zip(AXES, (*rest, seed), strict=True)) | {"then": block.get("then", "")}
-            change = f"-then{cell['then']}" if cell["then"] else ""
-            name = "{task}-lag{lag}-updates{updates}-lr{lr:g}{}-{method}-seed{seed}".format(change, **cell)
+            regime = block.get("regime", {})
+            changes = "".join(f"-{key}{value}" for key, value in regime.items())
+            changes += f"-then{cell['then']}" if cell["then"] else ""
+            name = "{task}-lag{lag}-updates{updates}-lr{lr:g}{}-{method}-seed{seed}".format(changes, **cell)
             if fnmatch(name, pattern):
-                cells[name] = cell | {"flags": study["methods"][cell["method"]]}
+                cells[name] = cell | {"regime": regime, "flags": study["methods"][cell["method"]]}
     return cells
 
 
@@ -120,8 +122,8 @@ def add(cells: dict[str, dict], results: Path, runs: Path) -> int:
 
 def command(cell: dict, out: Path) -> list[str]:
     """Return the command that runs one cell."""
-    flags = {name: value for name, value in cell.items() if name not in ("method", "flags") and value != ""}
-    flags |= cell["flags"] | {"out": out}
+    flags = {name: value for name, value in cell.items() if name not in ("method", "regime", "flags") and value != ""}
+    flags |= cell["regime"] | cell["flags"] | {"out": out}
     words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
     script = "through_pipeline.py" if cell["task"].startswith("pipeline") else "other_tasks.py"
     return [sys.executable, str(HERE / script), *itertools.chain(*words)]
@@ -202,6 +204,7 @@ def summaries(cells: dict[str, dict], found: dict[str, Columns]) -> dict[str, di
     for name, cell in cells.items():
         if name in found:
             setting = f"Task {cell['task']}, lag {cell['lag']}, updates per rollout {cell['updates']}"
+            setting += "".join(f", {key} {value}" for key, value in cell["regime"].items())
             setting += f", then {cell['then']}" if cell["then"] else ""
             tree[setting][cell["lr"]][cell["method"]][cell["seed"]] = summary(name, found[name])
     return {setting: dict(sorted(by_lr.items())) for setting, by_lr in tree.items()}

@@ -6,30 +6,23 @@ is the imbalance that BAPO addresses. `train_on` has everything that BAPO change
 """
 
 import argparse
-from collections import deque
 from dataclasses import dataclass, fields, replace
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from rivals import RIVALS, a3po
 from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from openrlhf_bapo import (
-    ClipConfig,
-    ClipRule,
-    FixedBounds,
-    SmoothingConfig,
-    Tokens,
-    importance_ratio,
-    make_clip_rule,
-    measure_clip_bounds,
-    tally_at_bounds,
-)
+from openrlhf_bapo import ClipConfig, ClipRule, FixedBounds, SmoothingConfig, Tokens, importance_ratio, make_clip_rule
+from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.other_rules import RULES
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
+CHECKPOINTS = 15  # evaluations on held-out prompts in a run
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
 
 
@@ -40,7 +33,15 @@ class Run:
     task: str = "walk"
     seed: int = 0
     lr: float = 1e-4
-    clip: str = "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, or LOWER:UPPER
+    clip: str = (
+        "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, LOWER:UPPER, or a rule as RULE:NAME=VALUE,...
+    )
+    base: str = (
+        "behavior"  # denominator of the ratio: "behavior", or "start", the policy before training on the rollout
+    )
+    correction: str = ""  # weight start / behavior of a token: "clip" (at most `cap`), "mask" (0 outside [0.5, 5])
+    cap: float = 2.0
+    step: str = ""  # "vcpo" scales the learning rate of each update by the root of its effective sample size
     contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
     target: float = 0.0  # target for the positive share; 0 keeps the preset's
     half_life: float = 0.0  # of the bounds' moving average, in updates; 0 keeps the preset's
@@ -48,6 +49,9 @@ class Run:
     same_update: bool = False  # the average includes the update that uses it
     dual_clip: float = 0.0  # dual clip's constant; 0: no dual clip
     lag: int = 0  # number of rollouts between making a rollout and training on it
+    mixed: bool = False  # each part of a rollout waits for 0 to `lag` rollouts
+    wrong: float = 0.0  # share of wrong responses to select for each prompt, from twice as many
+    replay: int = 0  # past rollouts from which as many prompts as are fresh are trained on once more
     epochs: int = 1
     updates: int = 8  # per epoch
     rollouts: int = 60
@@ -186,101 +190,207 @@ def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tenso
 
 
 def start_policy(run: Run, task: Walk) -> Policy:
-    """Return the start policy of a task and seed: fine-tuned once until some responses are right, then kept on disk."""
-    torch.manual_seed(run.seed)
-    policy, prompts, file = Policy(task), split_prompts(task)[0], Path(run.starts, f"{run.task}-seed{run.seed}.pt")
+    """Return the start policy of a task and seed: fine-tuned once until some responses are right, then kept on disk.
+
+    It is made in float64. In float32 the rounding of another kind of processor would grow into another policy.
+    """
+    file = Path(run.starts, f"{run.task}-seed{run.seed}.pt")
     if not file.exists():
-        optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0, fused=True)
-        for _ in range(task.finetune_steps):
-            chosen = prompts[torch.randint(len(prompts), (256,))]
-            responses = task.demonstrate(chosen)
-            order = token_mask(responses).sum(1).argsort()
-            optimize(policy, optimizer, -policy.log_probs(chosen[order], responses[order]).mean())
+        torch.set_default_dtype(torch.float64)
+        try:
+            torch.manual_seed(run.seed)
+            policy, prompts = Policy(task), split_prompts(task)[0]
+            optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0, fused=True)
+            for _ in range(task.finetune_steps):
+                chosen = prompts[torch.randint(len(prompts), (256,))]
+                responses = task.demonstrate(chosen)
+                order = token_mask(responses).sum(1).argsort()
+                optimize(policy, optimizer, -policy.log_probs(chosen[order], responses[order]).mean())
+        finally:
+            torch.set_default_dtype(torch.float32)
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(policy.state_dict(), file)
+        torch.save(policy.float().state_dict(), file)
+    policy = Policy(task)
     policy.load_state_dict(torch.load(file))
     return policy
 
 
 def fixed_bounds(clip: str) -> tuple[float, ...] | None:
-    """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for a preset."""
-    return tuple(map(float, clip.split(":"))) if ":" in clip else FIXED_BOUNDS.get(clip)
+    """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for anything else."""
+    if clip in FIXED_BOUNDS or "=" in clip or ":" not in clip:
+        return FIXED_BOUNDS.get(clip)
+    return tuple(map(float, clip.split(":")))
 
 
 def clip_rule(run: Run) -> ClipRule:
-    """Return the rule that chooses this run's clip bounds."""
+    """Return the rule that chooses this run's clip bounds or weights."""
     if bounds := fixed_bounds(run.clip):
         return FixedBounds(*bounds)
+    name, _, settings = run.clip.partition(":")
+    if name == "a3po":
+        return a3po(run.lag)
+    if rule := (RULES | RIVALS).get(name):
+        pairs = [setting.split("=") for setting in settings.split(",") if setting]
+        return rule(**{key: value if value.isalpha() else float(value) for key, value in pairs})
     smoothing = SmoothingConfig(run.half_life, run.smoothing_of) if run.half_life else None
     given = {"contribution": run.contribution, "positive_contribution_target": run.target, "smoothing": smoothing}
     given = {name: value for name, value in given.items() if value}
     return make_clip_rule(replace(ClipConfig.preset(run.clip), **given))
 
 
+def correction(start_log_probs: torch.Tensor, behavior_log_probs: torch.Tensor, run: Run) -> torch.Tensor:
+    """Return each token's weight in the loss, from the ratio of the policy before training to the behavior policy."""
+    ratio = importance_ratio(start_log_probs, behavior_log_probs)
+    if run.correction == "mask":  # OpenRLHF's default
+        return ratio * ((ratio >= 0.5) & (ratio <= 5.0))
+    return ratio.clamp(max=run.cap) if run.correction == "clip" else torch.ones_like(ratio)
+
+
 def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run: Run) -> dict:
     """Do one update on some rows of a rollout; return its metrics."""
     rows = rows[token_mask(rollout.responses[rows]).sum(1).argsort()]
     mask = token_mask(rollout.responses[rows])
-    advantages = rollout.advantages[rows].repeat_interleave(mask.sum(1))
-    log_probs = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
-    behavior_log_probs = rollout.log_probs[rows][mask]
-    ratio = importance_ratio(log_probs, behavior_log_probs)  # [tokens], like all tensors below
+    mask = mask[:, : int(mask.sum(1).max())]
+    flat = policy.log_probs(rollout.prompts[rows], rollout.responses[rows])
+    log_probs = torch.zeros(mask.shape).masked_scatter(mask, flat)  # [rows, tokens], like all tensors below
+    advantages = rollout.advantages[rows][:, None].expand_as(log_probs)
+    behavior_log_probs, weight = rollout.log_probs[rows, : mask.shape[1]], mask.float()
+    base = behavior_log_probs
+    if run.base == "start":
+        base = rollout.start[rows, : mask.shape[1]]
+        weight = weight * correction(base, behavior_log_probs, run)
 
-    tokens = Tokens(log_probs.detach(), behavior_log_probs, advantages, torch.ones_like(advantages))
+    tokens = Tokens(log_probs.detach(), base, advantages, weight)
     rule.tally(tokens)
     update = rule.close_update() if rule.needs_tally_first or run.same_update else None
-    lower, upper = rule.bounds(tokens)
+    if (weights := rule.weights(tokens)) is not None:
+        gain, (lower, upper) = weights * advantages * log_probs, (torch.tensor(nan),) * 2
+    else:
+        ratio, (lower, upper) = importance_ratio(log_probs, base), rule.bounds(tokens)
+        gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
+        if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
+            gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
+    gradient, entropy_rule = rule.gradient_weights(tokens), EntropyRule()
+    entropy_rule.tally(rule, tokens, run.dual_clip or None)
+    entropy_rule.close_update()
     update = update or rule.close_update()  # its bounds were known before its forward pass
-    gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
-    if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
-        gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
-    norm = optimize(policy, optimizer, -gain.mean())
 
-    r, size, found = ratio.detach(), advantages.abs(), update.found or update.used
-    tally = tally_at_bounds(r, advantages, torch.ones_like(r), lower, upper)
-    used = measure_clip_bounds(tally, lower, upper, rule.config)
-    metrics = {"lower": lower, "upper": upper, "found_lower": found.lower, "found_upper": found.upper}
-    metrics |= {"share_unclipped": (r * size)[advantages > 0].sum() / (r * size).sum(), "share": used.gradient_share}
-    metrics |= {"clip_positive": used.clip_frac_positive, "clip_negative": used.clip_frac_negative}
-    return metrics | {"ess": r.sum() ** 2 / (len(r) * (r * r).sum()), "ratio_max": r.max(), "grad_norm": norm}
+    r = importance_ratio(log_probs.detach(), behavior_log_probs)[mask]
+    ess = r.sum() ** 2 / (len(r) * (r * r).sum())
+    if run.step == "vcpo":
+        optimizer.param_groups[0]["lr"] = run.lr * float(ess.sqrt())
+    norm = optimize(policy, optimizer, -(weight * gain).sum() / mask.sum())
+
+    found, is_one_pair = update.found or update.used, lower.dim() == 0
+    metrics = (
+        {"lower": lower, "upper": upper} if is_one_pair else {"lower": lower[mask].mean(), "upper": upper[mask].mean()}
+    )
+    metrics |= {"found_lower": found.lower, "found_upper": found.upper}
+    shares = ("share_unclipped", tokens.ratio), ("share", gradient)
+    metrics |= {name: positive_share(weight * factor, advantages) for name, factor in shares}
+    sides = ("clip_positive", advantages > 0), ("clip_negative", advantages < 0)
+    metrics |= {name: (gradient[side & mask] == 0).float().mean() for name, side in sides}
+    metrics |= {name: torch.tensor(value) for name, value in entropy_rule.take_metrics().items()}
+    return metrics | {"ess": ess, "ratio_max": r.max(), "grad_norm": norm}
+
+
+def positive_share(weights: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return the share of positive tokens in the sum of w |A|."""
+    size = (weights * advantages.abs()).double()
+    return size[advantages > 0].sum() / size.sum()
+
+
+def select_wrong(rollout, share: float, samples: int):
+    """Return half of each prompt's responses, and of those as many wrong ones as `share` says, if there are so many."""
+    order = rollout.rewards.view(-1, 2 * samples).argsort(dim=1, stable=True)  # wrong ones first
+    num_wrong = (rollout.rewards.view(-1, 2 * samples) == 0).sum(1, keepdim=True)
+    first = (num_wrong - round(share * samples)).clamp(0, samples)  # drops the wrong ones beyond
+    chosen = order.gather(1, first + torch.arange(samples))
+    return take(rollout, (chosen + torch.arange(len(order))[:, None] * 2 * samples).flatten())
+
+
+def take(rollout, rows: torch.Tensor):
+    """Return some rows of a rollout."""
+    return SimpleNamespace(**{name: values[rows] for name, values in vars(rollout).items()})
+
+
+def joined(rollouts: list):
+    """Return rollouts as one."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    return SimpleNamespace(**{name: torch.cat([getattr(r, name) for r in rollouts]) for name in vars(rollouts[0])})
+
+
+def due(made: list, number: int, run: Run) -> list:
+    """Return what is trained on after rollout `number`, from all rollouts so far (None: no longer needed)."""
+    if run.mixed:  # prompt p of each rollout waits for p % (lag + 1) rollouts
+        waits = torch.arange(run.prompts).repeat_interleave(run.samples) % (run.lag + 1)
+        parts = [take(made[number - wait], waits == wait) for wait in range(run.lag + 1) if number >= wait]
+    else:
+        parts = [made[number - run.lag]] if number >= run.lag else []
+    if run.replay and parts and number > run.lag:
+        past = joined(made[max(0, number - run.lag - run.replay) : number - run.lag])
+        groups = torch.randperm(len(past.rewards) // run.samples)[: run.prompts]
+        parts.append(take(past, (groups[:, None] * run.samples + torch.arange(run.samples)).flatten()))
+    return parts
 
 
 def train(run: Run) -> list[dict[str, float]]:
     """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout."""
     task, rule, (prompts, heldout) = TASKS[run.task], clip_rule(run), split_prompts(TASKS[run.task])
-    policy, queue, table = start_policy(run, task), deque(), []
+    policy, made, table = start_policy(run, task), [], []
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     torch.manual_seed(run.seed)
     changed_at, _, change = run.then.partition(":")
+    checkpoints = [round(run.rollouts * k / CHECKPOINTS) - 1 for k in range(1, CHECKPOINTS + 1)]
     for number in range(run.rollouts):
         if str(number) == changed_at:
             name, _, value = change.partition("=")
             run = replace(run, **{name: type(getattr(run, name))(value)})
             optimizer.param_groups[0]["lr"] = run.lr
         chosen = prompts[torch.randint(len(prompts), (run.prompts,))]
-        rollout = sample(policy, chosen, task, run.samples)
+        rollout = sample(policy, chosen, task, run.samples * (2 if run.wrong else 1))
+        if run.wrong:
+            rollout = select_wrong(rollout, run.wrong, run.samples)
         groups, mask = rollout.rewards.view(-1, run.samples), token_mask(rollout.responses)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
         rollout.advantages = advantages
-        queue.append(rollout)
+        made.append(rollout)
         length, positive = mask.sum(1).double(), advantages > 0
         row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
         row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
         row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
-        while len(queue) > run.lag:  # the last `lag` rollouts of a run are never trained on
-            stale = queue.popleft()
-            parts = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
-            updates = [train_on(policy, optimizer, stale, part, rule, run) for part in parts]
+        if parts := due(made, number, run):  # the last `lag` rollouts of a run are never trained on
+            stale = joined(parts)
+            if run.base == "start":
+                stale = SimpleNamespace(**vars(stale), start=start_log_probs(policy, stale))
+            chunks = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
+            updates = [train_on(policy, optimizer, stale, part, rule, run) for part in chunks]
             row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
-        if number % 10 == 0 or number + 1 == run.rollouts:
-            row["greedy"] = sample(policy, heldout, task, greedy=True).rewards.mean()
-        if number + 1 == run.rollouts:
-            right = sample(policy, heldout, task, 16).rewards.view(-1, 16)
-            row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
+        if number in checkpoints:
+            is_last = number + 1 == run.rollouts
+            # The endpoint is the mean of the last three.
+            samples = 16 if is_last else 8 if number >= checkpoints[-3] else 2
+            right = sample(policy, heldout, task, samples).rewards.view(-1, samples)
+            row["heldout"] = right.mean()
+            if is_last:
+                row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
         table.append({name: float(value) for name, value in row.items()})
         if number % 5 == 0 or number + 1 == run.rollouts:
             print(" ".join(f"{name} {value:.3g}" for name, value in table[-1].items()), flush=True)
     return table
+
+
+@torch.no_grad()
+def start_log_probs(policy: Policy, rollout) -> torch.Tensor:
+    """Return the log-probs of a rollout's tokens under the policy as it is now, [rows, max_tokens], 0 after END."""
+    mask = token_mask(rollout.responses)
+    order = mask.sum(1).argsort()
+    found = torch.zeros(mask.shape)
+    found[order] = found[order].masked_scatter(
+        mask[order], policy.log_probs(rollout.prompts[order], rollout.responses[order])
+    )
+    return found
 
 
 def main(train=train, description: str = __doc__) -> None:

@@ -1,0 +1,213 @@
+"""The comparison that PROTOCOL.md plans, from the cells of protocol.toml.
+
+python studies/late_data/compare.py screen   # stage 1: every rule by regime and learning rate, and which rules lead
+python studies/late_data/compare.py test     # stage 2: differences from ppo with intervals, corrected for their number
+
+Both read finished cells from --results and --runs, and leave out methods whose cells are not complete.
+"""
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy import stats
+from study import HERE, Columns, markdown, read_cells, read_results
+
+LAST = 3  # checkpoints of the endpoint
+STAGES = {"screen": range(200, 205), "test": range(210, 220)}
+ALWAYS_TESTED = ("ppo", "stock_is", "paper")
+SAME_RULE = {"topr_sequence": "topr", "balanced_steady": "balanced"}
+SAME_AS_IN_REGIME_A = {"stock": "ppo", "stock_is": "ppo", "decoupled": "ppo", "decoupled_paper": "paper"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The endpoints of one cell."""
+
+    accuracy: float
+    """Held-out accuracy, the mean of the last three checkpoints."""
+
+    area: float
+    """The mean of all checkpoints."""
+
+    entropy: float
+    """The mean over the last fifth of the rollouts."""
+
+    pass16: float
+    fell: bool
+    """Whether the run ended below its first checkpoint."""
+
+    began: tuple[float, float]
+    """Reward and entropy of the first rollout. A seed has one start policy."""
+
+
+def outcome(columns: Columns) -> Outcome:
+    """Return the endpoints of a finished cell."""
+    measured = [value for value in columns["heldout"] if value == value]
+    fifth = len(columns["entropy"]) // 5
+    accuracy = fmean(measured[-LAST:])
+    entropy = fmean(columns["entropy"][-fifth:])
+    began = columns["reward"][0], columns["entropy"][0]
+    return Outcome(accuracy, fmean(measured), entropy, columns["pass16"][-1], accuracy < measured[0], began)
+
+
+def regime(cell: dict) -> str:
+    """Name a cell's regime: task, lag, and what else its block sets."""
+    return " ".join([cell["task"], f"lag {cell['lag']}", *(f"{key} {value}" for key, value in cell["regime"].items())])
+
+
+Table = dict[str, dict[str, dict[float, dict[int, Outcome]]]]  # by regime, method, learning rate and seed
+
+
+def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> Table:
+    """Return the outcomes of all finished cells with these seeds."""
+    table: Table = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for name, cell in cells.items():
+        if name in found and cell["seed"] in seeds:
+            table[regime(cell)][cell["method"]][cell["lr"]][cell["seed"]] = outcome(found[name])
+    return table
+
+
+def mean_accuracy(by_seed: dict[int, Outcome]) -> float:
+    """Return the mean of the first endpoint over seeds."""
+    return fmean(outcome.accuracy for outcome in by_seed.values())
+
+
+def best_rates(by_rate: dict[float, dict[int, Outcome]]) -> list[float]:
+    """Return the learning rates by the first endpoint, the best first."""
+    return sorted(by_rate, key=lambda rate: -mean_accuracy(by_rate[rate]))
+
+
+def ranking(table: Table) -> list[tuple[str, float]]:
+    """Return the methods with their mean over regimes of the first endpoint at their best rate, the best first."""
+    methods = {method for by_method in table.values() for method in by_method}
+    means = {}
+    for method in methods:
+        values = []
+        for name, by_method in table.items():
+            ran = method if method in by_method else SAME_AS_IN_REGIME_A.get(method)
+            if "lag 0" not in name and ran != method:
+                ran = None
+            if ran in by_method:
+                values.append(mean_accuracy(by_method[ran][best_rates(by_method[ran])[0]]))
+        if len(values) == len(table):
+            means[method] = fmean(values)
+    return sorted(means.items(), key=lambda pair: -pair[1])
+
+
+def leaders(ranked: list[tuple[str, float]], num: int = 4) -> list[str]:
+    """Return the rules that stage 2 tests: the best ones, one of each kind, beside those that it tests anyway."""
+    chosen: list[str] = []
+    kinds = set(ALWAYS_TESTED)
+    for method, _ in ranked:
+        kind = SAME_RULE.get(method, method)
+        if kind not in kinds and len(chosen) < num:
+            chosen.append(method)
+            kinds.add(kind)
+    return [*ALWAYS_TESTED, *chosen]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of two methods' first endpoints, paired by seed."""
+
+    mean: float
+    low: float
+    """Lower end of the 95% interval."""
+
+    high: float
+    p: float
+    num_seeds: int
+
+
+def difference(ours: dict[int, Outcome], theirs: dict[int, Outcome]) -> Difference:
+    """Compare two methods on the seeds that both ran from the same start policy, by the paired t distribution."""
+    seeds = sorted(seed for seed in ours.keys() & theirs.keys() if ours[seed].began == theirs[seed].began)
+    pairs = [[method[seed].accuracy for seed in seeds] for method in (ours, theirs)]
+    result = stats.ttest_rel(*pairs)
+    low, high = result.confidence_interval(0.95)
+    mean = fmean(a - b for a, b in zip(*pairs, strict=True))
+    return Difference(mean, float(low), float(high), float(result.pvalue), len(seeds))
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Return the p-values corrected for their number by Holm's step-down method."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def screen_lines(table: Table) -> list[str]:
+    """Return Markdown: one table per regime, and the ranking."""
+    lines = []
+    for name, by_method in table.items():
+        rates = sorted({rate for by_rate in by_method.values() for rate in by_rate})
+        rows = []
+        for method in sorted(by_method, key=lambda m: -max(map(mean_accuracy, by_method[m].values()))):
+            best = by_method[method][best_rates(by_method[method])[0]].values()
+            details = [fmean(getattr(o, key) for o in best) for key in ("area", "entropy", "pass16")]
+            fell = sum(o.fell for by_seed in by_method[method].values() for o in by_seed.values())
+            cells = [with_error(by_method[method].get(rate, {})) for rate in rates]
+            rows.append([method, *cells, *(f"{value:.3f}" for value in details), str(fell)])
+        head = ["method", *(f"{rate:g}" for rate in rates), "area", "entropy", "pass@16", "runs that fell"]
+        lines += [f"{name}: held-out accuracy, mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
+    ranked = ranking(table)
+    lines += ["Mean over the regimes at each one's best rate", ""]
+    lines += markdown(["method", "accuracy"], [[method, f"{mean:.3f}"] for method, mean in ranked])
+    return [*lines, f"Stage 2 tests {', '.join(leaders(ranked))}."]
+
+
+def with_error(by_seed: dict[int, Outcome]) -> str:
+    """Format the first endpoint over seeds."""
+    if not by_seed:
+        return ""
+    values = [outcome.accuracy for outcome in by_seed.values()]
+    error = f" \u00b1 {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{error} ({len(values)})"
+
+
+def screened_rate(screened: Table, name: str, method: str) -> float:
+    """Return the rate that stage 1 chose for a method in a regime of stage 2."""
+    several_epochs = [regime for regime in screened if "epochs" in regime]
+    late = [regime for regime in screened if "epochs" not in regime]
+    (chosen,) = several_epochs if "epochs" in name else late
+    if chosen in several_epochs:
+        method = SAME_AS_IN_REGIME_A.get(method, method)
+    return best_rates(screened[chosen][method])[0]
+
+
+def difference_lines(table: Table, screened: Table, against: str = "ppo") -> list[str]:
+    """Return Markdown: each method's difference from one, at the rates that stage 1 chose, corrected as one family."""
+    pairs = [(name, method) for name, by_method in table.items() for method in by_method if method != against]
+    found = []
+    for name, method in pairs:
+        ours, theirs = (table[name][m][screened_rate(screened, name, m)] for m in (method, against))
+        found.append(difference(ours, theirs))
+    rows = [
+        [name, method, f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{d.p:.4f}", f"{p:.4f}", str(d.num_seeds)]
+        for (name, method), d, p in zip(pairs, found, holm([d.p for d in found]), strict=True)
+    ]
+    return markdown(["regime", "method", f"less {against}", "95% interval", "p", "p after Holm", "seeds"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
+    parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
+    parser.add_argument("--runs", type=Path, default=Path("runs/late_data/cells"), help="default: %(default)s")
+    args = parser.parse_args()
+    cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
+    screened = outcomes(cells, found, STAGES["screen"])
+    if args.stage == "screen":
+        print("\n".join(screen_lines(screened)))
+        return
+    print("\n".join(difference_lines(outcomes(cells, found, STAGES["test"]), screened)))
+
+
+if __name__ == "__main__":
+    main()
