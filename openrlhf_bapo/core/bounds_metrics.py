@@ -1,5 +1,6 @@
 """Metrics of the updates' clip bounds, under the same names in every framework's logs (docs/metrics.md)."""
 
+import math
 from dataclasses import fields
 
 import torch
@@ -29,6 +30,12 @@ def bounds_metrics(updates: list[UpdateBounds]) -> dict[str, float]:
             "found_share": [f.positive_share for f in found],
             "found_distance": [(f.lower - u.lower).abs() + (f.upper - u.upper).abs() for f, u in pairs],
         }
-    # nanmean, because the share of an update without active tokens is NaN.
-    means = torch.stack([torch.stack(row) for row in rows.values()]).nanmean(1)
-    return {f"bapo/{name}": mean for name, mean in zip(rows, means.tolist(), strict=True)}
+    rows |= {name: [update.others[name].double() for update in updates] for name in updates[0].others}
+    values = torch.stack([torch.stack(row) for row in rows.values()])
+    # The share of an update without active tokens is NaN, and so is the bound of a rule without one.
+    means = values.where(values.isfinite(), torch.nan).nanmean(1).tolist()
+    has_value = {
+        name: name not in ("clip_low", "clip_high") or math.isfinite(mean)
+        for name, mean in zip(rows, means, strict=True)
+    }
+    return {f"bapo/{name}": mean for name, mean in zip(rows, means, strict=True) if has_value[name]}

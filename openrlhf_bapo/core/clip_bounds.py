@@ -25,9 +25,10 @@ import torch.distributed as dist
 from openrlhf_bapo.core.clip_config import CONTRIBUTIONS, ClipConfig
 from openrlhf_bapo.core.cpu_tally import Edges, tally_on_cpu
 
-# Tokens are added up in this many independent lanes, and the lanes are summed afterwards. Nearly all ratios fall into
+# Tokens are added up in independent lanes of buckets, and the lanes are summed afterwards. Nearly all ratios fall into
 # one bucket per side, and atomic additions to one address would queue up on a GPU.
 _LANES = 256
+_MOST_BUCKETS = 2**15  # in all lanes
 
 _FEW_TOKENS = 512  # below, cpu_tally is no faster
 
@@ -85,8 +86,8 @@ class ClipBounds:
 
 
 @dataclass(frozen=True)
-class _Path:
-    """The bounds that a search may choose, on one device. Cached: building it would stall a GPU in every update."""
+class Path:
+    """The bounds that a search may choose, on one device."""
 
     lower: torch.Tensor  # [num_lower], ascending, float64
     upper: torch.Tensor  # [num_upper]
@@ -94,10 +95,10 @@ class _Path:
     upper_at: torch.Tensor  # [num_points]
 
 
-@functools.lru_cache(maxsize=64)
-def _path(config: ClipConfig, device: torch.device) -> _Path:
+@functools.lru_cache(maxsize=64)  # building it would stall a GPU in every update
+def _path(config: ClipConfig, device: torch.device) -> Path:
     grids = (torch.tensor(grid, dtype=torch.float64) for grid in (config.lower_grid(), config.upper_grid()))
-    return _Path(*(x.to(device) for x in (*grids, *torch.tensor(config.path()).unbind(1))))
+    return Path(*(x.to(device) for x in (*grids, *torch.tensor(config.path()).unbind(1))))
 
 
 def tally_contributions(
@@ -112,24 +113,33 @@ def tally_contributions(
         config: says which grid the tokens are sorted into.
     """
     path = _path(config, ratio.device)
-    return _tally(ratio, advantages, mask, path.lower, path.upper)
+    return tally_by_grid(ratio, advantages, mask, path.lower, path.upper)
 
 
 def tally_at_bounds(
     ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
 ) -> ContributionTally:
     """Add up a set of tokens for `measure_clip_bounds`, by one pair of bounds (0-dim, float64) instead of a grid."""
-    return _tally(ratio, advantages, mask, lower[None], upper[None])
+    return tally_by_grid(ratio, advantages, mask, lower[None], upper[None])
 
 
 @torch.no_grad()
-def _tally(
-    ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
+def tally_by_grid(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    lower: torch.Tensor,
+    upper: torch.Tensor,
+    extra: torch.Tensor | None = None,
 ) -> ContributionTally:
+    """Add up a set of tokens by the grids of lower [num_lower] and upper [num_upper] bounds, ascending, float64.
+
+    `extra`, a value per token, is added up in a fourth row, each token counted once.
+    """
     ratio, advantages, mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     # The bounds in the ratio's precision, as the loss clamps it: a token on a bound is inside.
     lower, upper = lower.to(ratio.dtype), upper.to(ratio.dtype)
-    if ratio.device.type == "cpu" and ratio.numel() > _FEW_TOKENS:
+    if extra is None and ratio.device.type == "cpu" and ratio.numel() > _FEW_TOKENS:
         if (sums := tally_on_cpu(ratio, advantages, mask, Edges(lower, upper))) is not None:
             return ContributionTally(sums)
     num_positive = upper.numel() + 1
@@ -139,18 +149,19 @@ def _tally(
         torch.bucketize(ratio, upper),
         torch.bucketize(ratio, lower, right=True) + num_positive,
     )
-    bucket += torch.arange(bucket.numel(), device=ratio.device) % _LANES * num_buckets
+    num_lanes = min(_LANES, max(1, _MOST_BUCKETS // num_buckets))
+    bucket += torch.arange(bucket.numel(), device=ratio.device) % num_lanes * num_buckets
     size = advantages.double().abs() * mask
-    values = torch.stack([size * ratio, size, torch.ones_like(size)])
+    values = torch.stack([size * ratio, size, torch.ones_like(size)] + ([] if extra is None else [extra.flatten()]))
     # Tokens that do not count add zeros to whatever bucket their garbage fell into.
     values = torch.where((mask > 0) & (advantages != 0), values, 0.0)
-    sums = values.new_zeros(3, _LANES * num_buckets).index_add_(1, bucket, values)
-    return ContributionTally(sums.view(3, _LANES, num_buckets).sum(1))
+    sums = values.new_zeros(len(values), num_lanes * num_buckets).index_add_(1, bucket, values)
+    return ContributionTally(sums.view(len(values), num_lanes, num_buckets).sum(1))
 
 
 def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBounds:
     """Walk Algorithm 1's path over a tally of the whole update; on its device, without host synchronization."""
-    return _solve(tally, _path(config, tally.sums.device), config)
+    return solve_on_path(tally, _path(config, tally.sums.device), config)
 
 
 def measure_clip_bounds(
@@ -161,11 +172,12 @@ def measure_clip_bounds(
     There is no path, so `initial_share` is the share at the bounds too.
     """
     at_first = torch.zeros(1, dtype=torch.long, device=lower.device)
-    return _solve(tally, _Path(lower[None], upper[None], at_first, at_first), config)
+    return solve_on_path(tally, Path(lower[None], upper[None], at_first, at_first), config)
 
 
 @torch.no_grad()
-def _solve(tally: ContributionTally, path: _Path, config: ClipConfig) -> ClipBounds:
+def solve_on_path(tally: ContributionTally, path: Path, config: ClipConfig) -> ClipBounds:
+    """Return the first point of the path that meets the target, else the last; the tally is by the path's grids."""
     positive, negative = tally.sums.tensor_split([path.upper.numel() + 1], dim=1)
     # Sums inside and outside each bound, [3, num_points]: positive tokens with r <= upper[k] are in buckets 0 to k,
     # negative tokens with r >= lower[k] in buckets k + 1 and on.

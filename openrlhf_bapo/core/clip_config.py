@@ -61,7 +61,7 @@ class ClipConfig:
     """delta_1: one raise of the upper clip bound."""
 
     contribution: str = "surrogate"
-    """What a token contributes: "surrogate" (Eq. 8) or "gradient" (what its gradient carries)."""
+    """The contribution of a token: "surrogate" (Eq. 8) or "gradient" (the same, without clipped tokens)."""
 
     order: str = "upper_first"
     """Which bound is raised to its maximum before the other is touched."""

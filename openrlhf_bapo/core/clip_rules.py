@@ -1,4 +1,4 @@
-"""Clip rules choose the clip bounds of each policy update.
+"""Clip rules choose the clip bounds of each policy update, or the weight of each token in it.
 
 A rule goes through an update in one of two orders:
 
@@ -6,13 +6,14 @@ A rule goes through an update in one of two orders:
     FixedBounds, SteadyBounds    train between `lower` and `upper`, tally as you go -> close_update
 
 `needs_tally_first` says which. OpenRLHF, TRL, verl and a plain loop use the same objects. Each of them knows only which
-micro-batches make an update, which ranks train on it together, and where the bounds go into its loss.
+micro-batches make an update, which ranks train on it together, and where the bounds go into its loss. other_rules.py
+has the rules of other methods.
 """
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,12 +61,13 @@ class Tokens:
     """log pi_theta of each token."""
 
     behavior_log_probs: torch.Tensor
-    """log pi of the policy that generated the token."""
+    """The denominator of the ratio: log pi of the policy that generated the token, or under the decoupled objective of
+    the policy when training on the rollout began."""
 
     advantages: torch.Tensor
 
     weight: torch.Tensor
-    """The token's weight in the positive share (`share_weights`), 0 for "no token"."""
+    """The token's weight in the objective (`share_weights`), 0 for "no token"."""
 
     @functools.cached_property
     def ratio(self) -> torch.Tensor:
@@ -81,34 +83,59 @@ class UpdateBounds:
     """The bounds that the update is or was trained between, and the shares at them."""
 
     found: ClipBounds | None
-    """The result of the search on the update's own tokens; None for a rule that does not search."""
+    """The result of BAPO's search on the update's own tokens; None for a rule that does not run it."""
+
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further metrics of a rule by name, each 0-dim."""
 
 
 class ClipRule(ABC):
-    """Chooses the clip bounds of each update.
+    """Chooses the clip bounds of each update, or the weight of each token in it.
 
-    The bounds are the same on every rank if every rank closes an update with the tally of all ranks.
+    Both are the same on every rank if every rank closes an update with the tally of all ranks.
     """
 
     needs_tally_first = False
     """Whether the bounds of an update come from its own tokens, so that they are tallied before it is trained."""
 
     searches = True
-    """Whether it runs BAPO's search at all."""
+    """Whether bounds or weights are solved for from an update's tally, so that the time of it is a metric."""
+
+    follows_updates = False
+    """Whether bounds or weights depend on earlier updates, so that a resumed run needs the `state_dict`."""
+
+    has_weights = False
+    """Whether it gives weights instead of bounds. Nothing is clipped then."""
 
     config: ClipConfig
     lower: torch.Tensor  # 0-dim, float64
     upper: torch.Tensor
-    _sums: ContributionTally | None = None
+    _sums: ContributionTally | None = None  # of the running update
+    _average: ContributionTally | None = None  # over the updates before, for a rule that follows them
 
     def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (lower, upper) importance ratios to clip these tokens to: 0-dim, or one value per token."""
         return self.lower, self.upper
 
+    def weights(self, tokens: Tokens) -> torch.Tensor | None:
+        """Return the weight w of each token in the policy gradient, sum of w A grad log pi, in the tokens' shape.
+
+        None, for a rule with bounds: the gradient is that of the clipped surrogate.
+        """
+        return None
+
+    def gradient_weights(self, tokens: Tokens) -> torch.Tensor:
+        """Return the factor of A grad log pi per token: its weight, or its ratio inside the bounds and 0 outside."""
+        if (weights := self.weights(tokens)) is not None:
+            return weights
+        lower, upper = (bound.to(tokens.ratio.dtype) for bound in self.bounds(tokens))
+        inside = torch.where(tokens.advantages > 0, tokens.ratio <= upper, tokens.ratio >= lower)
+        return torch.where(inside, tokens.ratio, 0.0)
+
     def tally(self, tokens: Tokens) -> None:
         """Add the tokens of one micro-batch to the running update."""
         self.to(tokens.ratio.device)
-        part = self._tally(tokens.ratio, tokens.advantages, tokens.weight)
+        part = self._tally(tokens)
         self._sums = part if self._sums is None else self._sums + part
 
     def close_update(self, all_reduce: Callable[[ContributionTally], ContributionTally] | None = None) -> UpdateBounds:
@@ -133,15 +160,17 @@ class ClipRule(ABC):
         self.lower, self.upper = self.lower.to(device), self.upper.to(device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what a resumed run needs to go on with the same bounds."""
-        return {"lower": self.lower, "upper": self.upper}
+        """Return what a resumed run needs: the bounds, and the averaged tally if there is one."""
+        average = {} if self._average is None else {"tally": self._average.sums}
+        return {"lower": self.lower, "upper": self.upper, **average}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Go on from a `state_dict` of a rule with the same settings."""
         self.lower, self.upper = state["lower"], state["upper"]
+        self._average = ContributionTally(state["tally"]) if "tally" in state else None
 
     @abstractmethod
-    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally: ...
+    def _tally(self, tokens: Tokens) -> ContributionTally: ...
 
     @abstractmethod
     def _update(self, tally: ContributionTally) -> UpdateBounds: ...
@@ -166,8 +195,8 @@ class FixedBounds(ClipRule):
         self.config = ClipConfig()  # for the shares: the paper's contribution and target
         self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).unbind()
 
-    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
-        return tally_at_bounds(ratio, advantages, mask, self.lower, self.upper)
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        return tally_at_bounds(tokens.ratio, tokens.advantages, tokens.weight, self.lower, self.upper)
 
     def _update(self, tally: ContributionTally) -> UpdateBounds:
         return UpdateBounds(measure_clip_bounds(tally, self.lower, self.upper, self.config), None)
@@ -187,8 +216,8 @@ class SearchedBounds(ClipRule):
         start = config.lower_grid()[0], config.upper_grid()[0]
         self.lower, self.upper = torch.tensor(start, dtype=torch.float64).unbind()
 
-    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
-        return tally_contributions(ratio, advantages, mask, self.config)
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        return tally_contributions(tokens.ratio, tokens.advantages, tokens.weight, self.config)
 
     def _update(self, tally: ContributionTally) -> UpdateBounds:
         bounds = solve_clip_bounds(tally, self.config)
@@ -197,7 +226,7 @@ class SearchedBounds(ClipRule):
 
 
 class SteadyBounds(ClipRule):
-    """Bounds that follow the updates before (ours), so that no update needs a forward pass of its own.
+    """Bounds that follow the updates before (ours), so that no update needs an additional forward pass.
 
     A search on its own update's tokens jumps with them. Here the tally of an update comes from the ratios that training
     computes, and gives the bounds of the next one:
@@ -218,6 +247,8 @@ class SteadyBounds(ClipRule):
         ValueError: for a start outside the ranges, or without smoothing.
     """
 
+    follows_updates = True
+
     def __init__(self, config: ClipConfig, smoothing: SmoothingConfig | None = None) -> None:
         smoothing = smoothing or config.smoothing
         if smoothing is None:
@@ -226,13 +257,12 @@ class SteadyBounds(ClipRule):
         self.smoothing = smoothing
         middle = [(grid[0] + grid[-1]) / 2 for grid in (config.lower_grid(), config.upper_grid())]
         self.lower, self.upper = torch.tensor(smoothing.start or middle, dtype=torch.float64).unbind()
-        self._average: ContributionTally | None = None
         self._keep = 0.5 ** (1 / smoothing.half_life)
 
-    def _tally(self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> ContributionTally:
+    def _tally(self, tokens: Tokens) -> ContributionTally:
         # The search's columns, then those at the bounds, so that one collective reduces both.
-        tokens = ratio, advantages, mask
-        parts = tally_contributions(*tokens, self.config), tally_at_bounds(*tokens, self.lower, self.upper)
+        values = tokens.ratio, tokens.advantages, tokens.weight
+        parts = tally_contributions(*values, self.config), tally_at_bounds(*values, self.lower, self.upper)
         return ContributionTally(torch.cat([part.sums for part in parts], dim=1))
 
     def _update(self, tally: ContributionTally) -> UpdateBounds:
@@ -268,16 +298,6 @@ class SteadyBounds(ClipRule):
         super().to(device)
         if self._average is not None:
             self._average = ContributionTally(self._average.sums.to(device))
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the bounds, and the averaged tally if there is one."""
-        state = super().state_dict()
-        return state if self._average is None else state | {"tally": self._average.sums}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from a `state_dict` of a rule with the same settings."""
-        super().load_state_dict(state)
-        self._average = ContributionTally(state["tally"]) if "tally" in state else None
 
 
 def make_clip_rule(config: ClipConfig) -> ClipRule:

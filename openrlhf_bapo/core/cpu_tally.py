@@ -55,7 +55,7 @@ def _sums_of_block(edges: Edges, ratio: torch.Tensor, advantages: torch.Tensor, 
         weighted = (advantages * mask.view(torch.uint8)).double()  # bytes are converted several times faster
     else:
         weighted = advantages.double() * mask
-    r, size = ratio.double().numpy(force=True), weighted.numpy(force=True)
+    r, size = ratio.double().numpy(), weighted.numpy()
     is_positive, is_negative = size > 0, size < 0
     num_positive, num_negative = np.count_nonzero(is_positive), np.count_nonzero(is_negative)
     lower, upper = edges.innermost

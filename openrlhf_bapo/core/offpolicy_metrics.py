@@ -79,13 +79,14 @@ def tally_offpolicy(
         staleness: the same shape, integer; versions, at least 0.
         optimizer_steps: the same shape, integer; optimizer steps between the weights that generated a token and those
             that train on it, at least 0.
-        lower: the lower clip bound, 0-dim or a number.
-        upper: the upper clip bound, 0-dim or a number.
+        lower: the lower clip bound: a number, 0-dim, or the same shape.
+        upper: the upper clip bound, likewise.
     """
     # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
     ratio, advantages, mask, staleness, optimizer_steps = (
         x.flatten() for x in (ratio, advantages, mask, staleness, optimizer_steps)
     )
+    lower, upper = (x.flatten() if torch.is_tensor(x) and x.dim() else x for x in (lower, upper))
     num_buckets = len(STALENESS_BUCKETS)
 
     active = mask > 0

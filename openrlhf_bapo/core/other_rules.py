@@ -1,0 +1,280 @@
+"""The clip rules of other methods for stale data, and the balance in closed form (ours).
+
+r = pi_theta / pi_behavior, A the advantage, and PPO's gradient is the sum of r A grad log pi over tokens inside the
+bounds.
+
+    rule                  bounds or weights                                               source
+    SecondMomentBounds    [e^-t, e^t], t from a budget for the mean of (log r)^2          M2PO, arXiv 2510.01161
+    DivergenceBounds      per token: [1 - d / pi_behavior, 1 + d / pi_behavior]           DPPO, arXiv 2602.04879
+    TaperedWeights        weight 1 where A > 0, min(r, 1) where A < 0                     TOPR, arXiv 2503.14286
+    BalancedWeights       the same, and A < 0 times min(1, P (1 - rho) / (rho N))         ours
+"""
+
+import inspect
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
+from openrlhf_bapo.core.clip_config import PRESETS, ClipConfig
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule
+from openrlhf_bapo.core.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
+
+LEVELS = ("token", "sequence")
+_MOST = math.exp(21.0)  # beyond every ratio
+
+
+class _OtherRule(ClipRule):
+    """A rule without BAPO's search; its positive share is the gradient's. Nothing is clipped between its bounds."""
+
+    searches = False
+
+    def __init__(self) -> None:
+        self.config = ClipConfig(contribution="gradient")
+        self.lower, self.upper = torch.tensor([0.0, _MOST], dtype=torch.float64).unbind()
+
+
+class _AveragedRule(_OtherRule):
+    """A rule that goes by the tally of an update, or by an average over the updates before it (ours).
+
+    Args:
+        half_life: 0: an update goes by its own tally, and needs it first. Above 0: an update's weight in the average
+            halves every `half_life` updates, and no update needs an extra forward pass. The first update is trained
+            without bounds, or with TOPR's weights.
+
+    Raises:
+        ValueError: for a half-life below 0 or without end.
+    """
+
+    searches = True
+
+    def __init__(self, half_life: float) -> None:
+        super().__init__()
+        if not 0 <= half_life < math.inf:
+            raise ValueError(f"half_life {half_life} is not allowed; it must be 0 or more, and finite")
+        self.needs_tally_first = half_life == 0
+        self.follows_updates = half_life > 0
+        self._keep = 0.5 ** (1 / half_life) if half_life else 0.0
+
+    def _averaged(self, tally: ContributionTally) -> ContributionTally:
+        """Return the average with this tally in it, up to a constant factor."""
+        if not self.follows_updates:
+            return tally
+        before = 0.0 if self._average is None else self._average.sums.to(tally.sums.device)
+        self._average = ContributionTally(self._keep * before + tally.sums)
+        return self._average
+
+
+class SecondMomentBounds(_AveragedRule):
+    """Bounds that keep the mean of (log r)^2 over harmful tokens within a budget (M2PO, arXiv 2510.01161).
+
+    core/second_moment.py has the formula. M2PO finds them for each update; the average is ours.
+
+    Args:
+        budget: allowed mean of the squared log-ratio, above 0. The default is the paper's.
+        half_life: of the average, in updates; 0: no average.
+
+    Raises:
+        ValueError: for a budget or half-life that is not allowed.
+    """
+
+    def __init__(self, budget: float = 0.04, half_life: float = 0.0) -> None:
+        super().__init__(half_life)
+        if not 0 < budget < math.inf:
+            raise ValueError(f"budget {budget} is not allowed; it must be above 0 and finite")
+        self.budget = budget
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        return tally_second_moment(tokens.ratio, tokens.advantages, tokens.weight)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        t = solve_second_moment(self._averaged(tally), self.budget)
+        before, self.lower, self.upper = self.upper.log(), (-t).exp(), t.exp()
+        used = measure_second_moment(tally, t if self.needs_tally_first else before, self.config)
+        return UpdateBounds(used, None)
+
+
+class DivergenceBounds(_OtherRule):
+    """Bounds per token on the difference of probabilities (DPPO with total variation, arXiv 2602.04879).
+
+    DPPO leaves a token out if A > 0 and pi - pi_behavior > d, or A < 0 and pi_behavior - pi > d. Divided by
+    pi_behavior, these are PPO's clips at the bounds 1 + d / pi_behavior and 1 - d / pi_behavior, so the clipped
+    surrogate between them has DPPO's gradient.
+
+    Args:
+        threshold: d, in (0, 1).
+
+    Raises:
+        ValueError: for another threshold.
+    """
+
+    def __init__(self, threshold: float = 0.2) -> None:
+        super().__init__()
+        if not 0 < threshold < 1:
+            raise ValueError(f"threshold {threshold} is not allowed; it must lie in (0, 1)")
+        self.threshold = threshold
+
+    def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (lower, upper), in the tokens' shape; a lower bound of nearly 0 never clips."""
+        distance = (math.log(self.threshold) - tokens.behavior_log_probs).exp()
+        return (1 - distance).clamp(min=1 / _MOST), (1 + distance).clamp(max=_MOST)
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        lower, upper = self.bounds(tokens)
+        # A min(r, bound) = (A bound) min(r / bound, 1)
+        bound, one = torch.where(tokens.advantages > 0, upper, lower), self.lower.new_ones(())
+        return tally_at_bounds(tokens.ratio / bound, tokens.advantages * bound, tokens.weight, one, one)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        one = self.lower.new_ones(())
+        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, one, one, self.config)), None)
+
+
+class TaperedWeights(_OtherRule):
+    """Weight 1 for positive tokens and min(r, 1) for negative ones, and no clip (TOPR, arXiv 2503.14286).
+
+    Args:
+        level: whose ratio: that of each "token", or of the whole "sequence" (the paper's), the product over its tokens.
+
+    Raises:
+        ValueError: for another level.
+    """
+
+    has_weights = True
+
+    def __init__(self, level: str = "sequence") -> None:
+        super().__init__()
+        if level not in LEVELS:
+            raise ValueError(f"level {level!r} is not allowed; it must be one of {LEVELS}")
+        self.level = level
+
+    def weights(self, tokens: Tokens) -> torch.Tensor:
+        """Return the weights, in the tokens' shape; level "sequence" takes [batch, tokens]."""
+        return _tapered(tokens, self.level)
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        return tally_at_bounds(self.weights(tokens), tokens.advantages, tokens.weight, self.lower, self.upper)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config)), None)
+
+
+class BalancedWeights(_AveragedRule):
+    """TOPR's weights, and negative tokens scaled down until positive ones carry their share (ours).
+
+    BAPO's search balances by dropping tokens. With weights there is nothing to search: where P and N are the sums of
+    m |A| w over positive and negative tokens at TOPR's weights w, the positive share is the target at
+
+        s = P (1 - target) / (target N)
+
+    Negative tokens weigh min(1, s) min(r, 1).
+
+    Args:
+        target: the positive share, in (0, 1).
+        half_life: of the average of P and N, in updates; 0: each update's own.
+        level: whose ratio, as in `TaperedWeights`.
+
+    Raises:
+        ValueError: for a target, half-life or level that is not allowed.
+    """
+
+    has_weights = True
+
+    def __init__(self, target: float = 0.5, half_life: float = 0.0, level: str = "token") -> None:
+        super().__init__(half_life)
+        if not 0 < target < 1:
+            raise ValueError(f"target {target} is not allowed; it must lie in (0, 1)")
+        if level not in LEVELS:
+            raise ValueError(f"level {level!r} is not allowed; it must be one of {LEVELS}")
+        self.target = target
+        self.level = level
+        self.negative_weight = self.lower.new_ones(())
+        """s of the updates that follow, at most 1."""
+
+    def weights(self, tokens: Tokens) -> torch.Tensor:
+        """Return the weights, in the tokens' shape; level "sequence" takes [batch, tokens]."""
+        weights = _tapered(tokens, self.level)
+        return torch.where(tokens.advantages > 0, weights, weights * self.negative_weight.to(weights))
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        weights = _tapered(tokens, self.level)
+        return tally_at_bounds(weights, tokens.advantages, tokens.weight, self.lower, self.upper)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        before = self.negative_weight
+        positive, negative = _sides(self._averaged(tally))
+        scale = positive * (1 - self.target) / (self.target * negative)
+        self.negative_weight = torch.where(positive + negative > 0, scale, 1.0).clamp(max=1.0)
+        used = self.negative_weight if self.needs_tally_first else before
+        positive, negative = _sides(tally)
+        share = positive / (positive + used * negative)
+        bounds = _without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config))
+        bounds = replace(bounds, positive_share=share, surrogate_share=share, gradient_share=share)
+        return UpdateBounds(bounds, None, {"negative_weight": used})
+
+    def to(self, device: torch.device) -> None:
+        """Keep s on the device of the tokens."""
+        super().to(device)
+        self.negative_weight = self.negative_weight.to(device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return s and the averaged tally."""
+        return super().state_dict() | {"negative_weight": self.negative_weight}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a `state_dict` of a rule with the same settings."""
+        super().load_state_dict(state)
+        self.negative_weight = state["negative_weight"]
+
+
+RULES: dict[str, type[ClipRule]] = {
+    "m2": SecondMomentBounds,
+    "divergence": DivergenceBounds,
+    "topr": TaperedWeights,
+    "balanced": BalancedWeights,
+}
+"""The rules of this module by the name that `--policy_loss`, TRL's `bapo` and verl's `rule` have for them."""
+
+
+def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
+    """Return a rule as it is, BAPO's rule with these settings, or the rule of a preset's name or of a name in `RULES`.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if isinstance(given, ClipRule):
+        return given
+    if isinstance(given, ClipConfig):
+        return make_clip_rule(given)
+    if given in RULES:
+        return RULES[given]()
+    if given not in PRESETS:
+        raise ValueError(f"clip rule {given!r} is unknown; allowed: {', '.join((*PRESETS, *RULES))}")
+    return make_clip_rule(PRESETS[given])
+
+
+def default_settings(name: str) -> dict[str, Any]:
+    """Return the settings of the rule of that name in `RULES`, with their defaults."""
+    return {setting: parameter.default for setting, parameter in inspect.signature(RULES[name]).parameters.items()}
+
+
+def _tapered(tokens: Tokens, level: str) -> torch.Tensor:
+    ratio = tokens.ratio
+    if level == "sequence":
+        log_ratio = torch.where(tokens.weight > 0, tokens.log_probs.detach() - tokens.behavior_log_probs, 0.0)
+        ratio = log_ratio.sum(-1, keepdim=True).clamp(-20.0, 20.0).exp().expand_as(log_ratio)
+    return torch.where(tokens.advantages > 0, 1.0, ratio.clamp(max=1.0))
+
+
+def _sides(tally: ContributionTally) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of m |A| w over positive and over negative tokens."""
+    positive, negative = tally.sums[0].tensor_split(2)
+    return positive.sum(), negative.sum()
+
+
+def _without_bounds(bounds: ClipBounds) -> ClipBounds:
+    """Return the shares alone, for a rule that has no bounds for all tokens."""
+    none = bounds.lower.new_full((), torch.nan)
+    return replace(bounds, lower=none, upper=none)
