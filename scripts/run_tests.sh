@@ -15,4 +15,4 @@ for argument in "$@"; do
   case $argument in tests/*) folders=() ;; esac
 done
 export OMP_NUM_THREADS=1 # two processes share the cores
-exec .venv/bin/python -m pytest -rs --durations=10 -n 2 --dist loadfile --no-loadscope-reorder "${folders[@]}" "$@"
+exec .venv/bin/python -m pytest -rs --durations=10 -n 2 --no-loadscope-reorder "${folders[@]}" "$@"

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import Phase, settings
+from xdist.scheduler import LoadFileScheduling
 
 from openrlhf_bapo import register
 
@@ -13,7 +14,24 @@ settings.load_profile("project")
 register()
 
 
+# A run takes up to half of the memory that CI has. One process runs them one after the other, and first: they take long.
+LARGE = ("tests/full/test_two_nodes.py", "tests/full/test_verl.py")
+
+
+class ByFile(LoadFileScheduling):
+    """Gives each process whole files, and one process all that are large."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "large" if file in LARGE else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(LARGE))
     for item in items:
         if item.path.parent.name in ("integration", "full") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
