@@ -1,4 +1,4 @@
-"""What finding the clip bounds costs, beside the loss that uses them and a procedure with one pass per grid point.
+"""The cost of finding the clip bounds, beside the loss that uses them and a procedure with one pass per grid point.
 
 Every function runs on the same tokens in turn, --repeats times, in one process. The target share is one that no point
 reaches, so that the procedure walks the whole grid: 52 passes. Prints one markdown table: medians in ms with
@@ -102,7 +102,7 @@ def run_loss(loss: torch.nn.Module, tokens: dict[str, torch.Tensor]) -> None:
 
 
 def seconds(function: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
-    """Of one call."""
+    """Return the seconds of one call."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = clock()

@@ -1,4 +1,4 @@
-"""What a token budget does to a training step on the CPU, where the longest of a rollout's responses holds it back.
+"""The effect of a token budget on a training step on the CPU, where the longest response holds a rollout back.
 
 Runs `scripts/train_bapo_partial_quickstart.sh`, whose responses have a heavy tail of lengths, without a budget and with
 each of `--budgets` by turns, at a learning rate that leaves the weights, and with them the lengths, as they are.
@@ -38,7 +38,7 @@ def train(budget: int, steps: int, flags: list[str]) -> Path:
 
 
 def report(budget: int, folders: list[Path]) -> str:
-    """What the runs in `folders` logged."""
+    """Return one line with the figures that the runs in `folders` logged."""
     runs = []
     for folder in folders:
         scalars = read_scalars(folder / "tensorboard")

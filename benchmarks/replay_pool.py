@@ -1,4 +1,4 @@
-"""What one training step costs the replay pool, beside handing the same groups over through Ray.
+"""The cost of one training step in the replay pool, beside handing the same groups over through Ray.
 
 A full pool takes up --step-groups fresh groups and draws as many, which is what a step with --replay.ratio 1 does.
 The hand-over is ray.put of the drawn groups, or pickle.dumps where Ray is not installed. Prints medians.

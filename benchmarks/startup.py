@@ -17,7 +17,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 
-# What the log says when a phase is over.
+# The line of the log that ends each phase.
 PHASES = {
     "flags and files checked, OpenRLHF imported": r"on the CPU --vllm.enforce_eager",
     "Ray started": r"Started a local Ray instance",

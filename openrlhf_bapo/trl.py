@@ -1,15 +1,19 @@
-"""BAPO in TRL: `GRPOTrainer` with a clip rule that bounds each optimizer step (written against TRL 1.16).
+"""BAPO in TRL: `GRPOTrainer` with a clip rule for each optimizer step (written against TRL 1.16).
 
     from openrlhf_bapo.trl import BapoGRPOTrainer
 
     trainer = BapoGRPOTrainer(model, reward_funcs, args=GRPOConfig(...), train_dataset=..., bapo="paper")
 
 TRL's loss clips to [1 - epsilon_low, 1 + epsilon_high] and reads both from the trainer after its forward pass, so it is
-enough to set them there.
+enough to set them there. Then it reads advantages and old log-probs from its inputs: a rule that gives weights puts w A
+and a ratio of 1 into a copy of them.
 """
 
 import inspect
+import math
 import warnings
+from functools import partial
+from typing import Any
 
 import torch
 from trl import GRPOTrainer
@@ -17,29 +21,37 @@ from trl import GRPOTrainer
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import Tokens, make_clip_rule, share_weights
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
+from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.other_rules import as_clip_rule
 
 MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "dapo": "update"}
 """The losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
 
 
 class BapoGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` between the bounds of BAPO's clip rule; every argument of its own, and one of ours.
+    """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
-    Logs `bounds_metrics` (core/bounds_metrics.py) of each optimizer step.
+    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step.
 
     Args:
-        bapo: a preset's name, or BAPO's settings. A search takes one forward pass without gradient over the
-            micro-batches of each optimizer step (none where TRL keeps no log-probs of the behavior policy: every ratio
-            is 1 then). With smoothing, the bounds follow the optimizer steps before and need no forward pass.
+        bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
+            needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step
+            (none where TRL keeps no log-probs of the behavior policy: every ratio is 1 then). With smoothing or a
+            half-life, the rule follows the optimizer steps before and needs no forward pass.
 
     Raises:
         ValueError: for a loss that has no ratio per token to bound, or that bounds it in its own way.
     """
 
-    def __init__(self, *args, bapo: ClipConfig | str, **kwargs) -> None:
+    epsilon_low: float | torch.Tensor
+    epsilon_high: float | torch.Tensor
+
+    def __init__(self, *args: Any, bapo: ClipConfig | ClipRule | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = ClipConfig.preset(bapo) if isinstance(bapo, str) else bapo
+        self.clip_rule = as_clip_rule(bapo)
+        config, has_weights = self.clip_rule.config, self.clip_rule.has_weights
+        corrects_kl = self.beta != 0 and self.args.use_bias_correction_kl
         level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
         for name, value, is_allowed, allowed in (
@@ -52,14 +64,20 @@ class BapoGRPOTrainer(GRPOTrainer):
                 dual_clip is None or dual_clip >= config.ratio_upper_max,
                 "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too",
             ),
+            (
+                "use_bias_correction_kl",
+                corrects_kl,
+                not (has_weights and corrects_kl),
+                "False with a rule that gives weights: TRL's loss sees ratios of 1",
+            ),
         ):
             if not is_allowed:
                 raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
         self.args.delta = dual_clip
-        self.clip_rule = make_clip_rule(config)
+        self.entropy_rule = EntropyRule()
         self._loss_inputs: dict | None = None
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         rule, num_steps = self.clip_rule, self.current_gradient_accumulation_steps
@@ -68,22 +86,37 @@ class BapoGRPOTrainer(GRPOTrainer):
             for micro_batch in [inputs] if is_micro_batch else self._window():
                 rule.tally(self._tokens_before_training(model, micro_batch))
             self._close_update()
-        self._loss_inputs = inputs
+        self._loss_inputs = inputs = dict(inputs)
         loss = super()._compute_loss(model, inputs)
         self._loss_inputs = None
-        if not rule.needs_tally_first and (self._step + 1) % num_steps == 0:
-            self._close_update()
+        if (self._step + 1) % num_steps == 0:
+            if not rule.needs_tally_first:
+                self._close_update()
+            self.entropy_rule.close_update()
+            self._log(self.entropy_rule.take_metrics(partial(self.accelerator.reduce, reduction="sum")))
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next
             tokens = self._tokens(found[0].detach(), self._loss_inputs)
             if not self.clip_rule.needs_tally_first:
                 self.clip_rule.tally(tokens)
-            lower, upper = self.clip_rule.bounds(tokens)
-            self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
+            self.entropy_rule.tally(self.clip_rule, tokens, self.args.delta)
+            weights = self.clip_rule.weights(tokens)
+            if weights is None:
+                lower, upper = self.clip_rule.bounds(tokens)
+                self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
+            else:
+                self._weigh(self._loss_inputs, tokens, weights)
         return found
+
+    def _weigh(self, inputs: dict, tokens: Tokens, weights: torch.Tensor) -> None:
+        """Let TRL's loss read w A and a ratio of 1, whose surrogate has the gradient of w A log pi."""
+        # TRL's off-policy mask goes by the old log-probs where there are none of the engine.
+        inputs.setdefault("sampling_per_token_logps", tokens.behavior_log_probs)
+        inputs |= {"advantages": weights * tokens.advantages, "old_per_token_logps": tokens.log_probs}
+        self.epsilon_low, self.epsilon_high = 1.0, math.inf
 
     def _window(self) -> list[dict]:
         """Return the micro-batches of the optimizer step that begins."""
@@ -99,7 +132,7 @@ class BapoGRPOTrainer(GRPOTrainer):
         return [self._buffered_inputs[(self._step + i) % per_generation] for i in range(min(num, left))]
 
     @torch.no_grad()
-    def _tokens_before_training(self, model, inputs: dict) -> Tokens:
+    def _tokens_before_training(self, model: torch.nn.Module, inputs: dict) -> Tokens:
         if inputs.get("old_per_token_logps") is None:
             return self._tokens(torch.zeros_like(inputs["completion_mask"], dtype=torch.float32), inputs)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -123,7 +156,10 @@ class BapoGRPOTrainer(GRPOTrainer):
 
     def _close_update(self) -> None:
         update = self.clip_rule.close_update(self._all_reduce)
-        for name, value in bounds_metrics([update]).items():
+        self._log(bounds_metrics([update]))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
     def _all_reduce(self, tally: ContributionTally) -> ContributionTally:

@@ -10,22 +10,27 @@ tallies them; the tallies of all data-parallel ranks give the bounds. Then verl 
 them.
 """
 
+import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
+from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.other_rules import RULES, default_settings
 
 VENDOR = "bapo"
 """The vendor of our engine. Where a vendor has no engine, verl takes its own."""
@@ -51,20 +56,45 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     scope: str | None = None
     """Whose tokens a search sees, those of an "update" or of a "micro_batch"; None: the preset's."""
 
+    rule: str | None = None
+    """A rule's name in `RULES` (core/other_rules.py), in place of BAPO's; the settings above are then not allowed."""
+
+    rule_settings: dict = field(default_factory=dict)
+    """Settings of that rule, in place of its defaults."""
+
     def __post_init__(self) -> None:
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"policy_loss.loss_mode {self.loss_mode!r} is not allowed with BAPO's config; set it to bapo"
             )
+        self.update = _Update(self._bapos_rule() if self.rule is None else self._other_rule(self.rule))
+        os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
+
+    def _bapos_rule(self) -> ClipRule:
+        if self.rule_settings:
+            raise ValueError(f"policy_loss.rule_settings {dict(self.rule_settings)} is not allowed without rule")
         given = dict(self.search)
         if self.smoothing:
             given["smoothing"] = SmoothingConfig(**self.smoothing)
         if self.scope:
             given["scope"] = self.scope
         config = replace(ClipConfig.preset(self.preset), **given)
-        self.update = _Update(make_clip_rule(config))
-        os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
         print(f"openrlhf-bapo: verl's policy loss is bapo, scope {config.scope}, {config}", flush=True)
+        return make_clip_rule(config)
+
+    def _other_rule(self, name: str) -> ClipRule:
+        if name not in RULES:
+            raise ValueError(f"policy_loss.rule {name!r} is unknown; allowed: {', '.join(RULES)}")
+        if self.preset != "readme" or self.search or self.smoothing or self.scope:
+            raise ValueError(f"policy_loss.rule {name!r} is allowed only without preset, search, smoothing and scope")
+        allowed = default_settings(name)
+        if unknown := [setting for setting in self.rule_settings if setting not in allowed]:
+            raise ValueError(
+                f"policy_loss.rule_settings {unknown[0]!r} is unknown with rule {name}; allowed: {', '.join(allowed)}"
+            )
+        settings = allowed | dict(self.rule_settings)
+        print(f"openrlhf-bapo: verl's policy loss is bapo, rule {name}, {settings}", flush=True)
+        return RULES[name](**settings)
 
 
 class _Update:
@@ -75,10 +105,17 @@ class _Update:
         self.group: dist.ProcessGroup | None = None  # None: no step is running
         self.is_searching = False
         self.closed: list[UpdateBounds] = []
+        self.entropy_rule = EntropyRule()
 
     def close(self) -> None:
         """Close what was tallied, over all data-parallel ranks."""
-        self.closed.append(self.rule.close_update(lambda tally: tally.all_reduce(self.group)))
+        assert self.group is not None
+        self.closed.append(self.rule.close_update(partial(ContributionTally.all_reduce, group=self.group)))
+
+    def sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
+        """Add tallies over all data-parallel ranks."""
+        dist.all_reduce(tallies, group=self.group)
+        return tallies
 
 
 @register_policy_loss("bapo")
@@ -91,10 +128,13 @@ def compute_policy_loss_bapo(
     config: ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return verl's `compute_policy_loss_vanilla` between the bounds of BAPO's rule; the same arguments and results.
+    """Return verl's `compute_policy_loss_vanilla` between the bounds, or with the weights, of a clip rule.
+
+    It has the same arguments and results.
 
     Rollout correction and aggregation are verl's own. Raises RuntimeError without BAPO's engine.
     """
+    assert config is not None  # as verl's own losses do
     update: _Update = config.policy_loss.update
     if update.group is None:
         vendor = os.environ.get("VERL_ENGINE_VENDOR")
@@ -112,11 +152,22 @@ def compute_policy_loss_bapo(
         return log_prob.new_zeros(()), {}
     if is_micro_batch:
         update.close()
+    if settings.dual_clip is not None:
+        vars(config).update(clip_ratio_c=settings.dual_clip)
+    update.entropy_rule.tally(rule, tokens, config.clip_ratio_c)
+    weights = rule.weights(tokens)
+    if weights is not None:
+        # At ratio 1 the surrogate of advantages w A has the gradient of w A log pi.
+        vars(config).update(clip_ratio_low=1.0, clip_ratio_high=math.inf)
+        old, weighed = log_prob.detach(), weights * advantages
+        loss, metrics = compute_policy_loss_vanilla(
+            old, log_prob, weighed, response_mask, loss_agg_mode, config, rollout_is_weights
+        )
+        kl = (old_log_prob - old).clamp(-20.0, 20.0)
+        return loss, metrics | {"actor/ppo_kl": masked_mean(kl, response_mask).item()}
     lower, upper = rule.bounds(tokens)
     # verl's config refuses to be changed by attribute.
     vars(config).update(clip_ratio_low=1 - lower, clip_ratio_high=upper - 1)
-    if settings.dual_clip is not None:
-        vars(config).update(clip_ratio_c=settings.dual_clip)
     return compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
@@ -124,9 +175,9 @@ def compute_policy_loss_bapo(
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR)
 class BapoFSDPEngine(FSDPEngineWithLMHead):
-    """verl's engine, with an update of the clip rule around each optimizer step; logs `bounds_metrics` of each."""
+    """verl's engine, with an update of the clip rule around each optimizer step; logs the metrics of each."""
 
-    def train_batch(self, data: TensorDict, loss_function: Callable) -> dict:
+    def train_batch(self, data: TensorDict, loss_function: partial) -> dict:
         """Make verl's optimizer step, and close the rule's update before or after it, as the rule needs."""
         update: _Update = loss_function.keywords["config"].policy_loss.update
         rule = update.rule
@@ -139,6 +190,8 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
         outputs = super().train_batch(data, loss_function)
         if not rule.needs_tally_first:
             update.close()
+        update.entropy_rule.close_update()
+        metrics = update.entropy_rule.take_metrics(update.sum_over_ranks)
         closed, update.closed, update.group = update.closed, [], None
-        outputs["metrics"] |= {name: [value] for name, value in bounds_metrics(closed).items()}
+        outputs["metrics"] |= {name: [value] for name, value in (bounds_metrics(closed) | metrics).items()}
         return outputs

@@ -3,21 +3,32 @@
 #   clip_higher    the same, clipped to [0.8, 1.28] (DAPO, arXiv 2503.14476)
 #   static         the same, clipped to [1 - a, 1 + b] with CLIP_EPS="a b"; "0.2 0.5", the default, and "0.5 0.2" are
 #                  two pairs of the paper's Figure 7
+#   stock          OpenRLHF as it comes, for stale data: [0.8, 1.2] around the policy that the training step starts from
+#   stock_is       the same with OpenRLHF's IS correction, as its default is: per token, 0 outside [0.5, 5]
 #   bapo           bounds recomputed for each update, with PRESET's settings and the paper's contributions
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
-# All methods divide by the probability under the policy that generated the token, and log bounds, positive share,
-# clipped tokens and entropy.
+#   m2, divergence, topr, balanced   rules of other methods, and ours (docs/algorithm.md)
+# All methods but stock and stock_is divide by the probability under the policy that generated the token. All log
+# bounds, positive share, clipped tokens and entropy.
 METHOD=${METHOD:-bapo}
-METHOD_FLAGS=(--offpolicy.ratio_base auto --actor.entropy_coef 0)
+ratio_base=auto
 case $METHOD in
-  grpo) METHOD_FLAGS+=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2) ;;
-  clip_higher) METHOD_FLAGS+=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.28) ;;
+  grpo) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2) ;;
+  clip_higher) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.28) ;;
   # shellcheck disable=SC2206  # two numbers
-  static) METHOD_FLAGS+=(--policy_loss ppo --actor.eps_clip_low_high ${CLIP_EPS:-0.2 0.5}) ;;
-  bapo) METHOD_FLAGS+=(--policy_loss bapo --bapo.preset "${PRESET:-readme}") ;;
-  bapo_gradient) METHOD_FLAGS+=(--policy_loss bapo --bapo.preset "${PRESET:-readme}" --bapo.contribution gradient) ;;
+  static) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high ${CLIP_EPS:-0.2 0.5}) ;;
+  stock | stock_is)
+    ratio_base=recomputed
+    METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2)
+    if [ "$METHOD" = stock_is ]; then METHOD_FLAGS+=(--algo.advantage.is_correction_level token); fi
+    ;;
+  bapo) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-readme}") ;;
+  bapo_gradient) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-readme}" --bapo.contribution gradient) ;;
+  m2 | divergence | topr | balanced) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *)
-    echo "METHOD=$METHOD: allowed: grpo, clip_higher, static, bapo, bapo_gradient" >&2
+    names="grpo, clip_higher, static, stock, stock_is, bapo, bapo_gradient, m2, divergence, topr, balanced"
+    echo "METHOD=$METHOD: allowed: $names" >&2
     exit 2
     ;;
 esac
+METHOD_FLAGS+=(--offpolicy.ratio_base $ratio_base --actor.entropy_coef 0)

@@ -58,5 +58,5 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   "$@"
 
 target=()
-if [[ $METHOD = bapo* && ${PRESET:-readme} =~ ^(readme|steady)$ ]]; then target=(--target 0.5); fi
+if [[ $METHOD = bapo* && ${PRESET:-readme} =~ ^(readme|steady)$ || $METHOD = balanced ]]; then target=(--target 0.5); fi
 .venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"

@@ -56,7 +56,7 @@ class Fault:
     """Exit codes."""
 
     process: str | None = None
-    """What the command line of the process that is killed contains."""
+    """A part of the command line of the process to kill."""
 
 
 SIGTERM = Fault("SIGTERM", ENDED + "SIGTERM, after step", (143,))
@@ -99,7 +99,7 @@ class Attempt:
 
 
 def lineage(records: list[dict], last_step: int) -> list[dict]:
-    """Of all steps made those that led to the checkpoint of `last_step`; a later run's replace an earlier's."""
+    """Return the steps that led to the checkpoint of `last_step`; a later run's replace an earlier's."""
     kept: dict[int, dict] = {}
     for record in records:
         kept = {step: other for step, other in kept.items() if step < record["step"]} | {record["step"]: record}
@@ -107,7 +107,7 @@ def lineage(records: list[dict], last_step: int) -> list[dict]:
 
 
 def account(steps: list[dict], waiting: list[str], prompts: set[str]) -> list[str]:
-    """What is wrong with the steps of a `lineage`, in one line each.
+    """Return the problems in the steps of a `lineage`, one line per problem.
 
     Args:
         waiting: prompts that the last step's checkpoint holds, started and not trained on.
@@ -139,7 +139,7 @@ def account(steps: list[dict], waiting: list[str], prompts: set[str]) -> list[st
 
 
 def check_checkpoint(checkpoints: Path, last: dict) -> tuple[list[str], list[str]]:
-    """What is wrong with the checkpoint of the step whose record is `last`, and the prompts that wait in it."""
+    """Return the problems in the checkpoint of the step whose record is `last`, and the prompts that wait in it."""
     import torch
     from chaos_record.sitecustomize import digest
 
@@ -194,7 +194,7 @@ REPLAY = {"max_staleness": 4, "max_reuse": 2}
 
 
 class Chaos:
-    """The runs, one after the other, in a folder of their own."""
+    """The runs, one after the other, in one folder."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.directory, self.random = directory, random.Random(seed)
@@ -331,7 +331,7 @@ class Chaos:
         return timer.join
 
     def check_end(self, attempt: Attempt, fault: Fault | None, run, terminal: Path, processes: set) -> None:
-        """That it ended as it should, said why, and left nothing."""
+        """Note a problem if the run ended in another way than it should, did not say why, or left a process."""
         lines = terminal.read_text().splitlines()[-10:]
         if fault is not None:
             if run.poll() not in fault.code:
@@ -350,7 +350,7 @@ class Chaos:
                 process.kill()
 
     def account(self) -> list[str]:
-        """What is wrong at the end, over all runs."""
+        """Return the problems at the end, over all runs."""
         last = self.saved_step()
         steps = lineage(self.records(), last)
         if not last or not steps or steps[-1]["step"] != last:
@@ -372,7 +372,7 @@ def is_left(process: psutil.Process) -> bool:
 
 
 def table(attempts: list[Attempt]) -> str:
-    """What was injected, and what became of it."""
+    """Return the injected faults and their outcomes."""
     rows = [("fault", "at step", "seconds", "goes on from", "steps lost", "outcome")]
     rows += [
         (a.fault, str(a.at_step), f"{a.seconds:.0f}", str(a.resumed), str(a.redone), a.outcome[:100]) for a in attempts

@@ -29,19 +29,27 @@ from parso.python.tree import Keyword
 # The modules, and the tests that must notice what goes wrong in them, quick ones first.
 TESTS = {
     "core/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
-    "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py"],
+    "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py", "test_clip_rules.py", "test_other_rules.py"],
     "core/cpu_tally.py": ["test_clip_bounds.py"],
-    "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py"],
+    "core/entropy_rule.py": ["test_entropy_rule.py"],
+    "core/other_rules.py": ["test_other_rules.py", "test_clip_rules.py"],
+    "core/second_moment.py": ["test_other_rules.py"],
+    "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py", "test_other_rules.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "core/saved_pool.py": ["test_saved_pool.py"],
     "command/flags.py": ["test_flags.py", "test_tokens.py"],
-    "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_update_scope.py"],
+    "openrlhf/policy_loss.py": [
+        "test_policy_loss.py",
+        "test_nonfinite.py::test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out",
+        "test_clip_rules.py",
+        "test_update_scope.py",
+    ],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],
 }
 
-# Loads everything anew for OpenRLHF's own trainer.
+# Loads everything again for OpenRLHF's own trainer.
 TOO_SLOW = "tests/unit/test_update_scope.py::test_ppo_and_zero_width_bapo_are_openrlhfs_ppo_bit_for_bit"
 
 FRAMEWORKS = "torch datasets deepspeed peft ray safetensors.torch transformers vllm".split()
@@ -156,7 +164,7 @@ def load_frameworks() -> None:
 
 
 class ForkedActors:
-    """pytest plugin: the process that forks policy actors is itself forked, instead of started and loaded anew.
+    """pytest plugin: forks the process that forks policy actors, where a new start would load everything again.
 
     Single examples come first: they are quick, and notice most.
     """

@@ -5,13 +5,23 @@ import csv
 from itertools import cycle
 from pathlib import Path
 
+from openrlhf_bapo.core.entropy_rule import QUADRANTS
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
+
+
+def _quadrant(name: str) -> tuple[str, dict[str, str | None]]:
+    sign, height = name.split("_")
+    title = f"predicted for tokens with A {'>' if sign == 'positive' else '<'} 0 and a {height} probability"
+    return title, {f"train/entropy/{name}_trained": "trained on", f"train/entropy/{name}_left_out": "left out"}
+
 
 # (title, {tag: label}). Panels without data are left out, so runs without BAPO can be drawn too.
 _PANELS: list[tuple[str, dict[str, str | None]]] = [
     ("reward of the rollouts", {"train/rollout/reward_mean": None}),
     ("held-out accuracy", {}),  # the tags depend on the data: all eval/*_pass1
     ("entropy of the policy (nats per token)", {"train/entropy_loss": None}),
+    ("predicted change of entropy, per unit of learning rate", {"train/entropy/predicted_change": None}),
+    *map(_quadrant, QUADRANTS),
     ("gradient norm", {"train/actor_grad_norm": None}),
     ("clip bounds (importance ratio)", {"train/bapo/clip_high": "upper", "train/bapo/clip_low": "lower"}),
     (
@@ -75,7 +85,8 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
                 values.append(event.value)
     if not scalars:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
-    names = _ELSEWHERE | {tag: tag.replace("actor", "train", 1) for tag in scalars if tag.startswith("actor/bapo/")}
+    of_verl = [tag for tag in scalars if tag.startswith(("actor/bapo/", "actor/entropy/"))]
+    names = _ELSEWHERE | {tag: tag.replace("actor", "train", 1) for tag in of_verl}
     for name, ours in names.items():
         if name in scalars and ours not in scalars:
             scalars[ours] = scalars.pop(name)

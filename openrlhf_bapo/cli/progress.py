@@ -15,6 +15,8 @@ import time
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")
 _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at step) (\d+)(?:, eval_metrics)?: (\{.*\})")
 _BAR = re.compile(r"(Generate samples|Train epoch \[\d+/\d+\]): +\d+%\|[^|]*\| (\d+/\d+) \[")  # tqdm's
+_ACTOR = re.compile(r"(?:\x1b\[\d+m)?(\(\w+ pid=\d+[^)]*\))(?:\x1b\[0m)? ")  # Ray's, before a line of another process
+_CUT = re.compile(r"(?:Global step \d+|global_step \d+, eval_metrics|Eval at step \d+): \{[^}]*$")
 _BARS = {"Generate samples": "prompts", "Train epoch": "micro-batches of a rank"}
 _QUIET_SECONDS = 60
 """Seconds without a line, after which the progress of the step is shown."""
@@ -31,6 +33,23 @@ _COLUMNS = {
 # `openrlhf-bapo train` prints these at the start of a line. Ray puts a name before the lines of other processes.
 _OURS, _COMPLETE = "openrlhf-bapo: ", "openrlhf-bapo: the run is complete"
 _LINES_AT_FAILURE = 10
+
+
+class Pieces:
+    """Joins lines of metrics that Ray cut in two. It prints what an actor has written so far as a line of its own."""
+
+    def __init__(self) -> None:
+        self._cut: dict[str, str] = {}  # by actor
+
+    def join(self, line: str) -> str:
+        """Return the next line of a run's output, after the part of it that the same actor's last line ended with."""
+        if not (actor := _ACTOR.match(line)):
+            return line
+        if before := self._cut.pop(actor[1], ""):
+            line = before.rstrip("\n") + line[actor.end() :]
+        if _CUT.search(line):
+            self._cut[actor[1]] = line
+        return line
 
 
 def describe(line: str) -> str | None:
@@ -76,12 +95,13 @@ def main(argv: list[str]) -> None:
     start = shown_at = time.monotonic()
     last: collections.deque[str] = collections.deque(maxlen=_LINES_AT_FAILURE)
     evaluations: list[tuple[int, dict[str, float]]] = []
-    finished_steps, is_complete = 0, False
+    finished_steps, is_complete, pieces = 0, False, Pieces()
     with open(args.log, "w") as log:
         for line in sys.stdin:
             log.write(line)
             log.flush()
             last.append(line)
+            line = pieces.join(line)
             is_complete |= line.startswith(_COMPLETE)
             shown = describe(line)
             if shown is None and time.monotonic() - shown_at >= _QUIET_SECONDS:

@@ -18,6 +18,8 @@ RATIO_EDGES = (0, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.01, 1.1, 1.2, 1.5, 2, 3
 
 SIGNS = {"positive": 1, "negative": -1}
 
+QUADRANTS = tuple(f"{height} probability, {fate}" for fate in ("trained", "left out") for height in ("high", "low"))
+
 FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the run clips", "clipped by both")
 
 # The columns that are read.
@@ -67,7 +69,9 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
 def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """Split the tokens by the sign of their advantage, and add their fate under the run's range and the fixed one.
 
-    The column "fate" is an index into `FATES`. Dual clip counts in both ranges, since a run with a fixed range would
+    The column "fate" is an index into `FATES`, and "quadrant" into `QUADRANTS`. "entropy_change" is the token's part in
+    the change of entropy that the Entropy-Clip Rule predicts (core/entropy_rule.py), per unit of learning rate, at
+    weight r. Dual clip counts in both ranges, since a run with a fixed range would
     use it too. Tokens with advantage 0, or without a finite ratio and entropy, are left out.
     """
     # Compare in the precision of the ratio, as the loss does.
@@ -76,6 +80,13 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     ours, fixed = tokens["clipped"] | tokens["dual_clipped"], beyond | tokens["dual_clipped"]
     tokens = tokens | {"fate": np.select([~ours & ~fixed, ~ours & fixed, ours & ~fixed], [0, 1, 2], 3)}
     is_finite = np.isfinite(ratio) & np.isfinite(tokens["entropy"])
+    r = np.where(is_finite, ratio, 0).astype(float)
+    log_prob = np.log(np.where(is_finite, tokens["probability"], 1).astype(float).clip(1e-38))
+    # Each global step has its own mean of log pi, over samples of pi.
+    step = np.unique(tokens["global_step"], return_inverse=True)[1]
+    height = log_prob - (np.bincount(step, r * log_prob) / np.bincount(step, r).clip(1e-38))[step]
+    tokens["quadrant"] = 2 * ours + (height < 0)
+    tokens["entropy_change"] = -r * advantage * height / max(is_finite.sum(), 1)
     signs = {name: is_finite & (sign * advantage > 0) for name, sign in SIGNS.items()}
     return {name: {column: values[chosen] for column, values in tokens.items()} for name, chosen in signs.items()}
 
@@ -87,15 +98,20 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
         signs: from `by_sign`.
 
     Returns:
-        Rows with "sign", "by" ("ratio" or "fate"), "group" (the bin as LOW-HIGH, or the fate), "num_tokens", "fraction"
-        (of the sign's tokens), the means "entropy" (nats) and "probability", and "entropy_error" (standard error).
+        Rows with "sign", "by" ("ratio", "fate" or "quadrant"), "group" (the bin as LOW-HIGH, or a name in `FATES` or
+        `QUADRANTS`), "num_tokens", "fraction" (of the sign's tokens), the means "entropy" (nats) and "probability",
+        "entropy_error" (standard error), and the sum "entropy_change".
         Means of no token, and errors of fewer than two, are NaN.
     """
     rows = []
     for sign, tokens in signs.items():
         bins = np.digitize(tokens["ratio"], np.array(RATIO_EDGES, dtype=tokens["ratio"].dtype)) - 1
         labels = [f"{low:g}-{high:g}" for low, high in itertools.pairwise(RATIO_EDGES)]
-        for by, index, groups in (("ratio", bins, labels), ("fate", tokens["fate"], FATES)):
+        for by, index, groups in (
+            ("ratio", bins, labels),
+            ("fate", tokens["fate"], FATES),
+            ("quadrant", tokens["quadrant"], QUADRANTS),
+        ):
             for place, group in enumerate(groups):
                 entropy, probability = (
                     tokens[name][index == place].astype(float) for name in ("entropy", "probability")
@@ -111,6 +127,7 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
                         "entropy": entropy.mean() if num else np.nan,
                         "entropy_error": entropy.std(ddof=1) / num**0.5 if num > 1 else np.nan,
                         "probability": probability.mean() if num else np.nan,
+                        "entropy_change": tokens["entropy_change"][index == place].sum(),
                     }
                 )
     return rows
@@ -130,12 +147,16 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
     signs = by_sign(tokens)
     rows = measure(signs)
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    figure, axes = pyplot.subplots(3, 2, figsize=(11, 12), layout="constrained")
+    grid = axes[2][0].get_gridspec()
+    for axis in axes[2]:
+        axis.remove()
     least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
     for axis, (sign, of_sign) in zip(axes[0], signs.items(), strict=True):
         _draw_density(axis, sign, of_sign, max(least, 1e-6))
     _draw_entropy(axes[1][0], [row for row in rows if row["by"] == "ratio"])
     _draw_fates(axes[1][1], [row for row in rows if row["by"] == "fate"])
+    _draw_quadrants(figure.add_subplot(grid[2, :]), [row for row in rows if row["by"] == "quadrant"])
     figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
     figure.savefig(output, dpi=90, format="png")
     pyplot.close(figure)
@@ -155,7 +176,9 @@ def _draw_density(axis: Any, sign: str, tokens: dict[str, np.ndarray], least: fl
             ratio, probability, gridsize=(44, 26), xscale="log", yscale="log", bins="log", extent=extent, cmap=grays
         )
         axis.figure.colorbar(density, ax=axis, label="tokens")
-        bound = tokens["clip_high" if sign == "positive" else "clip_low"]
+    bound = tokens["clip_high" if sign == "positive" else "clip_low"]
+    bound = bound[np.isfinite(bound) & (bound > 0)]  # others never clip
+    if len(bound):
         lowest, median, highest = bound.min(), np.median(bound), bound.max()
         label = f"the run's bound, {median:.2f}" + (f" ({lowest:.2f} to {highest:.2f})" if lowest < highest else "")
         axis.axvline(median, color="tab:red", linewidth=2, label=label)
@@ -212,6 +235,36 @@ def _draw_fates(axis: Any, rows: list[dict]) -> None:
     axis.legend(fontsize="small")
 
 
+def _draw_quadrants(axis: Any, rows: list[dict]) -> None:
+    """Draw the change of entropy that each quadrant of the Entropy-Clip Rule predicts: trained on, and left out."""
+    heights, width = ("high", "low"), 0.4
+    for place, (fate, color) in enumerate((("trained", "0.4"), ("left out", "white"))):
+        of_fate = [row for row in rows if row["group"].endswith(fate)]
+        bars = axis.bar(
+            np.arange(len(of_fate)) + (place - 0.5) * width,
+            [row["entropy_change"] for row in of_fate],
+            width * 0.92,
+            label={"trained": "tokens trained on", "left out": "tokens left out, as if trained on"}[fate],
+            color=color,
+            edgecolor="black",
+            linewidth=0.8,
+        )
+        axis.bar_label(bars, [f"{row['num_tokens']:,}" for row in of_fate], fontsize="small", padding=2)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set_xticks(
+        range(len(SIGNS) * len(heights)),
+        [f"{sign} advantage,\n{height} probability" for sign in SIGNS for height in heights],
+    )
+    predicted = sum(row["entropy_change"] for row in rows if row["group"].endswith("trained"))
+    axis.margins(y=0.15)
+    axis.set(
+        title=f"predicted change of entropy by quadrant; {predicted:+.3g} over all tokens trained on",
+        ylabel="nats per unit of learning rate",
+    )
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize="small")
+
+
 def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarray]]) -> str:
     steps = np.unique(tokens["global_step"])
     span = f"global step {steps[0]}" if len(steps) == 1 else f"{len(steps)} global steps, {steps[0]} to {steps[-1]}"
@@ -222,7 +275,8 @@ def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarra
         f"ratio and entropy, are left out. Staleness: up to\n{versions} versions, {optimizer_steps} optimizer steps. "
         "Band: the range of the bounds of all updates; each token is compared with the bounds of its update. H: mean\n"
         "entropy in nats. A point without an error bar is one token. After the paper's Figures 5 and 10 (arXiv "
-        "2510.18927), from this run's tokens;\nbins, errors and the comparison are ours."
+        "2510.18927), from this run's tokens;\nbins, errors and the comparison are ours. Below: the paper's Eq. 6 and "
+        "Table 4; high and low are log-probs above and below their mean.\nNumbers at the bars: tokens."
     )
 
 

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     def prepare(args: argparse.Namespace) -> None:
         warn_of_small_disks(args)
         use_checkpoint(args)
-        _prepare_ray(args, signals)
+        _prepare_ray(args, signals, failures)
         values.update(vars(args))
 
     try:
@@ -63,14 +63,15 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
     sys.exit(128 + signals[0] if signals else 1)
 
 
-def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
+def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[BaseException]) -> None:
     """Let OpenRLHF's `ray.init`, which follows its own checks, register our parts in every worker.
 
-    From then on `signals` gets the number of each signal.
+    From then on `signals` gets the number of each signal. A cluster that cannot run it is refused.
     """
     import ray
     import torch
 
+    from openrlhf_bapo.command.cluster import check_nodes, wait_for_room
     from openrlhf_bapo.openrlhf import cpu
     from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK
 
@@ -84,7 +85,10 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int]) -> None:
     def init(*positional: Any, runtime_env: dict | None = None, **kwargs: Any) -> Any:
         runtime_env = {**(runtime_env or {}), "worker_process_setup_hook": WORKER_SETUP_HOOK}
         context = upstream(*positional, runtime_env=runtime_env, **kwargs | resources)
-        catch_signals(signals, vars(args)["ckpt.on_interrupt"])  # Ray has just set its own handlers
+        # Ray has just set its own handlers.
+        catch_signals(signals, failures, vars(args)["ckpt.on_interrupt"])
+        check_nodes(args)
+        wait_for_room(args)
         return context
 
     ray.init = init

@@ -47,7 +47,7 @@ def run_upstream(
         parser.error = exit_with_one_line
         parsed, given = _parse(parser)
         try:
-            resolve_flags(parsed)
+            resolve_flags(parsed, given)
             checks.check(parsed, given, depth, early)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)

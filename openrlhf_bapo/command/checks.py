@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.flags import FlagError
+from openrlhf_bapo.command.flags import FlagError, source_of_staleness
 from openrlhf_bapo.command.input_files import (
     LoadedFile,
     check_model,
@@ -27,6 +27,7 @@ from openrlhf_bapo.command.input_files import (
     model_length,
     warn,
 )
+from openrlhf_bapo.openrlhf.settings import has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)
 """Depths of `check`: the flags; also the files that they name; also this machine, where data and models must exist."""
@@ -142,6 +143,7 @@ def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFi
     _check_values(vars(args))
     _check_useless(vars(args), given)
     _warn_of_values(vars(args), given)
+    _say_what_the_ratio_is_against(vars(args), nested, given)
     _refuse_first(find_clashes(nested))
     if depth >= FILES:
         is_training = depth == MACHINE
@@ -215,6 +217,25 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
             warn(f"--{name} {values[name]} is a high learning rate; usual: 1e-7 to 1e-4")
     if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
+
+
+def _say_what_the_ratio_is_against(values: dict, args: Namespace, given: set[str]) -> None:
+    """Warn if the ratio hides staleness, and if it is not OpenRLHF's although no flag asks for another one."""
+    source, level = source_of_staleness(values), args.algo.advantage.is_correction_level
+    if args.offpolicy.objective == "decoupled":
+        return
+    if has_proximal_ratio(args):
+        remedy = "--offpolicy.ratio_base auto is against the policy that generated each token"
+        if level != "off":
+            remedy = f"--algo.advantage.is_correction_level {level} alone corrects for it"
+        warn(f"--offpolicy.ratio_base recomputed: the ratio does not see the staleness of {source}; {remedy}")
+    elif args.policy_loss == "gspo" and source:
+        warn(f"--policy_loss gspo: the ratio does not see the staleness of {source}; --policy_loss ppo and bapo can")
+    elif args.policy_loss == "ppo" and args.train.async_enable and "offpolicy.ratio_base" not in given:
+        warn(
+            "--train.async_enable: the ratio is against the engine's log-probs, of the policy that generated each "
+            "token; OpenRLHF's own, which does not see staleness, is --offpolicy.ratio_base recomputed"
+        )
 
 
 # Files that the flags name.
@@ -331,14 +352,23 @@ def check_gpus(groups: dict[str, int], num_gpus: int) -> None:
         FlagError
     """
     if sum(groups.values()) > num_gpus:
-        flags = {"actor": "actor", "engines": "vllm", "reference": "ref", "critic": "critic", "reward model": "reward"}
-        name = max(groups, key=groups.__getitem__)
-        flag = "num_engines" if name == "engines" else "num_gpus_per_node"
-        listed = ", ".join(f"{count} {group}" for group, count in groups.items())
         raise FlagError(
-            f"--{flags[name]}.{flag}: the run asks for {sum(groups.values())} GPUs ({listed}); allowed: up to the "
-            f"{num_gpus} of this machine, or the RAY_ADDRESS of a larger cluster"
+            f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: up to the {num_gpus} of this "
+            "machine, or the RAY_ADDRESS of a larger cluster"
         )
+
+
+def largest_group(groups: dict[str, int]) -> str:
+    """Return the flag that sets the number of GPUs of the largest group."""
+    flags = {"actor": "actor", "engines": "vllm", "reference": "ref", "critic": "critic", "reward model": "reward"}
+    name = max(groups, key=groups.__getitem__)
+    return f"--{flags[name]}.{'num_engines' if name == 'engines' else 'num_gpus_per_node'}"
+
+
+def describe_gpus(groups: dict[str, int]) -> str:
+    """Return the GPUs that a run asks for, in words."""
+    listed = ", ".join(f"{count} {group}" for group, count in groups.items())
+    return f"{sum(groups.values())} GPUs ({listed})"
 
 
 def check_ray_address(address: str) -> None:

@@ -122,6 +122,12 @@ def _clashes_of_batches(args: Namespace) -> Iterator[str]:
             f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size}: more than --rollout.batch_size "
             f"{rollout.batch_size} is allowed only with --train.async_enable"
         )
+    if (rollout.vllm_generate_batch_size or 0) > rollout.batch_size and args.data.max_images_per_prompt:
+        yield (
+            f"--rollout.vllm_generate_batch_size {rollout.vllm_generate_batch_size}: more than --rollout.batch_size "
+            f"{rollout.batch_size} is allowed only without --data.max_images_per_prompt, because samples with images "
+            "that wait cannot be saved"
+        )
 
 
 def _clashes_of_lengths(args: Namespace, num_positions: int | None) -> Iterator[str]:

@@ -4,16 +4,22 @@ import argparse
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Set
 from dataclasses import fields, replace
 from typing import NoReturn
 
 from openrlhf_bapo.core.clip_config import AVERAGES, CONTRIBUTIONS, PRESETS, SCOPES, SEARCH_FIELDS, ClipConfig
+from openrlhf_bapo.core.other_rules import LEVELS, RULES, default_settings
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS, smoothing_config
 
-POLICY_LOSSES = ("ppo", "gspo", "bapo")
+POLICY_LOSSES = ("ppo", "gspo", "bapo", *RULES)
 RATIO_BASES = ("auto", "recomputed", "rollout")
+OBJECTIVES = ("behavior", "decoupled")
+
+_CORRECTION_CAP = 2.0
+"""With `--offpolicy.objective decoupled`, a token's highest weight."""
 
 _UNCUT = 2**31 - 1
 """A token budget that no response can use up."""
@@ -27,6 +33,18 @@ _BOUND_HELP = {
     "ratio_upper_start": "upper clip bound at the start of the search, an importance ratio of at least 1",
     "ratio_upper_max": "highest upper clip bound of the search",
     "ratio_upper_step": "step of the search for the upper clip bound",
+}
+
+_RULE_HELP = {
+    "m2.budget": "allowed mean of the squared log-ratio over the tokens that a clip would cut",
+    "m2.half_life": "train each update with an average over past updates, which needs no extra forward pass; the value "
+    "is its half-life in optimizer steps; 0: by the update's own tokens",
+    "divergence.threshold": "a token whose probability moved further, in the direction of its advantage, is left out; "
+    "in (0, 1)",
+    "topr.level": "whose ratio weighs a token: its own, or that of its whole response",
+    "balanced.target": "share of the gradient that positive tokens carry at least, in (0, 1)",
+    "balanced.half_life": "as --m2.half_life",
+    "balanced.level": "as --topr.level",
 }
 
 _REPLAY_HELP = {
@@ -58,6 +76,7 @@ class FlagError(ValueError):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags. The default None means "not given": `resolve_flags` then takes the preset's value."""
     _add_bapo_flags(parser.add_argument_group("BAPO (arXiv 2510.18927)"))
+    _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/core/other_rules.py)"))
     _add_off_policy_flags(parser.add_argument_group("off-policy data"))
     _add_partial_flags(parser.add_argument_group("partial rollouts with a token budget"))
     _add_reward_fault_flags(parser.add_argument_group("rewards that fail"))
@@ -80,7 +99,8 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--policy_loss",
         choices=POLICY_LOSSES,
         default=None,
-        help="bapo: clip bounds recomputed for each update; ppo, gspo: OpenRLHF's (default: --actor.policy_loss_type)",
+        help="bapo: clip bounds recomputed for each update; ppo, gspo: OpenRLHF's; m2, divergence: the clip bounds of "
+        "M2PO and DPPO; topr, balanced: weights per token instead of a clip (default: --actor.policy_loss_type)",
     )
     group.add_argument(
         "--bapo.preset",
@@ -144,7 +164,8 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--bapo.discard_saved",
         action="store_true",
         default=None,
-        help="with --ckpt.load_enable: start the average of --bapo.smoothing again instead of loading it",
+        help="with --ckpt.load_enable: start the average of --bapo.smoothing, --m2.half_life or --balanced.half_life "
+        "again instead of loading it",
     )
     group.add_argument(
         "--bapo.dump_tokens",
@@ -161,13 +182,34 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_rule_flags(group: argparse._ArgumentGroup) -> None:
+    for name in RULES:
+        for setting, default in default_settings(name).items():
+            group.add_argument(
+                f"--{name}.{setting}",
+                type=type(default),
+                choices=LEVELS if setting == "level" else None,
+                default=None,
+                help=f"with --policy_loss {name}: {_RULE_HELP[f'{name}.{setting}']} (default: {default})",
+            )
+
+
 def _add_off_policy_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--offpolicy.ratio_base",
         choices=RATIO_BASES,
         default=None,
         help="denominator of the importance ratio for fresh samples: log-probs recomputed by the actor (as OpenRLHF "
-        "does), or the rollout engine's; auto: rollout in async training, else recomputed (default with bapo: auto)",
+        "does), or the rollout engine's; auto: the engine's in async training and for tokens of an older version, else "
+        "recomputed (default with bapo, and wherever data can be stale: auto)",
+    )
+    group.add_argument(
+        "--offpolicy.objective",
+        choices=OBJECTIVES,
+        default="behavior",
+        help="behavior: the ratio is against the policy that generated the token; decoupled: it is against the policy "
+        "that the training step starts from, whose probability over that of the policy that generated the token, at "
+        "most 2 or --algo.advantage.is_correction_threshold, weighs the token's loss (default: behavior)",
     )
     group.add_argument(
         "--offpolicy.lag",
@@ -215,7 +257,7 @@ def _add_partial_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--partial.discard_saved",
         action="store_true",
-        help="with --ckpt.load_enable: start without the saved unfinished responses",
+        help="with --ckpt.load_enable: start without the saved unfinished responses and samples that wait",
     )
 
 
@@ -243,11 +285,12 @@ def check_flags(argv: list[str]) -> Namespace:
     return args
 
 
-def resolve_flags(args: Namespace) -> None:
+def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     """Check our flags and fill in those that were not given, in place.
 
     Args:
         args: flat, names with dots as argparse leaves them. OpenRLHF's may be missing (see `check_flags`).
+        given_names: the flags of OpenRLHF's on the command line.
 
     Raises:
         FlagError: at the first mistake.
@@ -260,18 +303,22 @@ def resolve_flags(args: Namespace) -> None:
         if name.startswith("bapo.") and name not in of_every_loss and value is not None
     }
     policy_loss = args.policy_loss or values.get("actor.policy_loss_type", "ppo")
+    _resolve_rule(values, policy_loss, given)
     _check_policy_loss(values, policy_loss, given)
     _check_run(values)
     _check_reward_faults(values)
     _check_lag(values)
     _fill_in_lag(values)
+    if values["offpolicy.objective"] == "decoupled":
+        _fill_in_decoupled(values, policy_loss, given_names)
     _check_off_policy(values, policy_loss)
     values["offpolicy.ratio_base"] = _ratio_base(values, policy_loss)
     _check_dump_tokens(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
-    if values["bapo.dump_tokens"] and values.get("actor.entropy_coef") is None:
-        values["actor.entropy_coef"] = 0.0  # log the entropy; no bonus
+    is_logged = policy_loss in ("bapo", *RULES) or values["bapo.dump_tokens"]
+    if is_logged and values.get("actor.entropy_coef") is None:
+        values["actor.entropy_coef"] = 0.0  # log the entropy, which a clip rule is there to keep; no bonus
     if policy_loss == "bapo":
         _resolve_bapo(values, given)
 
@@ -279,9 +326,70 @@ def resolve_flags(args: Namespace) -> None:
 def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
     if policy_loss != "bapo" and given:
         name, value = next(iter(given.items()))
+        if name == "discard_saved":
+            raise FlagError(
+                "--bapo.discard_saved: there is no average to discard; allowed with --bapo.smoothing, --m2.half_life "
+                "or --balanced.half_life above 0"
+            )
         raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, not {policy_loss}")
     if values.get("actor.policy_loss_type") == "gspo" and policy_loss != "gspo":
         raise FlagError(f"--policy_loss {policy_loss}: allowed only with --actor.policy_loss_type ppo, not gspo")
+
+
+def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
+    """Check the flags of the rules of other methods, and fill in those of the chosen one.
+
+    Args:
+        values: all flags.
+        policy_loss: as resolved.
+        given: the given flags of `--bapo.*`; "discard_saved" leaves them if the rule has an average to discard.
+    """
+    for name in RULES:
+        settings = {setting: values[f"{name}.{setting}"] for setting in default_settings(name)}
+        settings = {setting: value for setting, value in settings.items() if value is not None}
+        if name != policy_loss:
+            for setting, value in settings.items():
+                raise FlagError(
+                    f"--{name}.{setting} {value}: allowed only with --policy_loss {name}, not {policy_loss}"
+                )
+            continue
+        try:
+            rule = RULES[name](**settings)
+        except ValueError as error:
+            raise FlagError(f"--{name}.{error}") from None
+        _check_no_clip(values, name, "m2 and divergence have their own bounds, topr and balanced none")
+        if rule.has_weights:
+            _check_weights(values, name)
+        if rule.follows_updates:
+            given.pop("discard_saved", None)
+        values |= {f"{name}.{setting}": value for setting, value in (default_settings(name) | settings).items()}
+
+
+def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:
+    """Refuse OpenRLHF's clip bounds, which have no effect with a clip rule."""
+    if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
+        raise FlagError(
+            f"--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss {policy_loss}: {reason}"
+        )
+
+
+def _check_weights(values: dict, policy_loss: str) -> None:
+    """Refuse flags that cannot be combined with weights in place of a clip."""
+    if (dual_clip := values.get("actor.dual_clip")) is not None:
+        raise FlagError(
+            f"--actor.dual_clip {dual_clip}: has no effect with --policy_loss {policy_loss}, which weighs no token by "
+            "more than 1; allowed with ppo, bapo, m2, divergence"
+        )
+    if (level := _is_correction_level(values)) != "off":
+        raise FlagError(
+            f"--algo.advantage.is_correction_level {level}: would weigh tokens a second time; allowed with "
+            f"--policy_loss {policy_loss}: off"
+        )
+    if every := values["bapo.dump_tokens"]:
+        raise FlagError(
+            f"--bapo.dump_tokens {every}: shows tokens and their clip bounds; allowed with --policy_loss ppo, bapo, m2 "
+            f"or divergence, not {policy_loss}, which has none"
+        )
 
 
 def _check_run(values: dict) -> None:
@@ -293,11 +401,7 @@ def _check_run(values: dict) -> None:
 
 def _resolve_bapo(values: dict, given: dict) -> None:
     """Check the flags of the search and fill in the preset's values for those that are not in `given`."""
-    if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
-        raise FlagError(
-            "--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss bapo, which finds the clip "
-            "bounds between --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max"
-        )
+    _check_no_clip(values, "bapo", "its bounds come from --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max")
     preset_name = given.pop("preset", "readme")
     preset = ClipConfig.preset(preset_name)
     token_weight = given.pop("token_weight", "none")
@@ -313,8 +417,6 @@ def _resolve_bapo(values: dict, given: dict) -> None:
 
     if values.get("actor.dual_clip") is None:
         values["actor.dual_clip"] = config.dual_clip
-    if values.get("actor.entropy_coef") is None:
-        values["actor.entropy_coef"] = 0.0  # log the entropy, which BAPO is there to keep; no bonus
     resolved = {name: getattr(config, name) for name in (*SEARCH_FIELDS, "scope")}
     resolved |= {"preset": preset_name, "token_weight": token_weight, "smoothing": half_life, **smoothing}
     values.update({f"bapo.{name}": value for name, value in resolved.items()})
@@ -355,7 +457,7 @@ def _check_dump_tokens(values: dict, policy_loss: str) -> None:
     if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
         raise FlagError(
             f"--bapo.dump_tokens {every}: needs the ratio and the staleness of each token; allowed with --policy_loss "
-            f"bapo, or with ppo and --offpolicy.ratio_base; this run has {policy_loss}"
+            f"bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base; this run has {policy_loss}"
         )
 
 
@@ -378,36 +480,88 @@ def _fill_in_lag(values: dict) -> None:
         values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
 
 
+def _fill_in_decoupled(values: dict, policy_loss: str, given_names: Set[str]) -> None:
+    """Make the objective of a ratio against the recomputed log-probs and OpenRLHF's IS correction, as far as not given.
+
+    Both are refused on stale data alone: one hides staleness, the other is for a ratio that hides it.
+    """
+    flag = "--offpolicy.objective decoupled"
+    if policy_loss in ("gspo", "topr", "balanced"):
+        raise FlagError(
+            f"{flag}: clips each token's ratio; allowed with --policy_loss ppo, bapo, m2 or divergence, not "
+            f"{policy_loss}"
+        )
+    if values["offpolicy.ratio_base"] == "rollout":
+        raise FlagError(f"--offpolicy.ratio_base rollout: allowed with {flag}: auto, recomputed")
+    values["offpolicy.ratio_base"] = "recomputed"
+    prefix = "algo.advantage.is_correction_"
+    if f"{prefix}level" in given_names and values[f"{prefix}level"] == "off":
+        raise FlagError(f"--{prefix}level off: {flag} is made of the correction; allowed: token, seq")
+
+    def fill_in(name: str, value: object) -> None:
+        if prefix + name not in given_names:
+            values[prefix + name] = value
+
+    fill_in("level", "token")
+    if values[f"{prefix}level"] == "token" and values.get(f"{prefix}gating", "ratio") == "ratio":
+        fill_in("mode", "clip")
+        if values[f"{prefix}mode"] == "clip":
+            fill_in("threshold", [0.0, _CORRECTION_CAP])
+
+
 def _ratio_base(values: dict, policy_loss: str) -> str | None:
-    """Return the ratio's denominator for fresh samples: "recomputed", "rollout", or None for OpenRLHF's own choice."""
-    base = values["offpolicy.ratio_base"]
-    if base is None and not (policy_loss == "bapo" or values["replay.ratio"] or values["partial.token_budget"]):
+    """Return the ratio's denominator for fresh samples.
+
+    "recomputed" and "rollout" are for all tokens. "auto" is recomputed, except for tokens of an older version. None
+    leaves the choice to OpenRLHF.
+    """
+    base, is_async = values["offpolicy.ratio_base"], values.get("train.async_enable")
+    has_rule = policy_loss in ("bapo", *RULES)
+    token_budget, is_async_ppo = values["partial.token_budget"], is_async and policy_loss == "ppo"
+    if base is None and is_async_ppo and _is_correction_level(values) != "off":
+        return "recomputed"  # as in OpenRLHF's own command, whose correction belongs to this ratio
+    if base is None and not (has_rule or values["replay.ratio"] or token_budget or is_async_ppo):
         return None
     if base in (None, "auto"):
-        return "rollout" if values.get("train.async_enable") else "recomputed"
+        return "rollout" if is_async else "auto" if token_budget else "recomputed"
     return base
+
+
+def source_of_staleness(values: dict) -> str | None:
+    """Return the flag that makes fresh samples stale, with its value; None if none does."""
+    if lag := values["offpolicy.lag"]:
+        return f"--offpolicy.lag {lag}"
+    if token_budget := values["partial.token_budget"]:
+        return f"--partial.token_budget {token_budget}"
+    return "--train.async_enable" if values.get("train.async_enable") else None
+
+
+def _is_correction_level(values: dict) -> str:
+    return values.get("algo.advantage.is_correction_level", "off")
 
 
 def _check_off_policy(values: dict, policy_loss: str) -> None:
     """Check `--offpolicy.ratio_base`, `--replay.*` and `--partial.*`."""
     for kind, group in _OFF_POLICY_GROUPS:
         _check_settings(kind, values, group)
-    lag, token_budget = values["offpolicy.lag"], values["partial.token_budget"]
-    if values["offpolicy.ratio_base"] == "recomputed" and (token_budget or values.get("train.async_enable")):
-        flag = "--offpolicy.lag" if lag else "--partial.token_budget" if token_budget else "--train.async_enable"
-        raise FlagError(f"--offpolicy.ratio_base recomputed: hides the staleness of {flag}; allowed: auto, rollout")
-
-    level = values.get("algo.advantage.is_correction_level", "off")
-    base = _ratio_base(values, policy_loss)
-    if base == "rollout" and level != "off":
+    level, base = _is_correction_level(values), _ratio_base(values, policy_loss)
+    source = source_of_staleness(values)
+    is_decoupled = values["offpolicy.objective"] == "decoupled"
+    if base == "recomputed" and source and policy_loss != "ppo" and not is_decoupled:
+        raise FlagError(
+            f"--offpolicy.ratio_base recomputed: hides the staleness of {source}; allowed: auto, rollout; also "
+            "recomputed with --policy_loss ppo, or with --offpolicy.objective decoupled"
+        )
+    if base in ("rollout", "auto") and level != "off":
         raise FlagError(
             f"--algo.advantage.is_correction_level {level}: counts the mismatch of trainer and engine a second time; "
-            "allowed with a ratio against the rollout engine (async training, or --offpolicy.ratio_base rollout): off"
+            f"allowed with {source or '--offpolicy.ratio_base rollout'}: off; also token, seq with "
+            "--offpolicy.objective decoupled, or with --policy_loss ppo and --offpolicy.ratio_base recomputed"
         )
     if base == "rollout" and policy_loss == "gspo":
-        raise FlagError("--offpolicy.ratio_base rollout: allowed with --policy_loss ppo or bapo, not gspo")
-    if token_budget:
-        _check_token_budget(values, token_budget, policy_loss, level)
+        raise FlagError("--offpolicy.ratio_base rollout: allowed with every --policy_loss but gspo")
+    if values["partial.token_budget"]:
+        _check_token_budget(values, policy_loss)
     if values["replay.ratio"]:
         _check_replay(values, values["replay.ratio"], policy_loss)
 
@@ -423,7 +577,7 @@ def _check_settings(kind: type, values: dict, group: str) -> None:
 def _check_replay(values: dict, ratio: float, policy_loss: str) -> None:
     """Refuse flags that replay cannot be combined with, and sizes that leave samples over."""
     if policy_loss == "gspo":
-        raise FlagError(f"--replay.ratio {ratio}: allowed with --policy_loss ppo or bapo, not gspo")
+        raise FlagError(f"--replay.ratio {ratio}: allowed with every --policy_loss but gspo")
     num_samples = values.get("rollout.n_samples_per_prompt")
     if num_samples is None:
         return  # OpenRLHF's flags are not known yet
@@ -448,17 +602,11 @@ def _check_replay(values: dict, ratio: float, policy_loss: str) -> None:
         raise FlagError(f"--replay.ratio {ratio}: allowed without --data.max_images_per_prompt")
 
 
-def _check_token_budget(values: dict, token_budget: int, policy_loss: str, is_correction_level: str) -> None:
+def _check_token_budget(values: dict, policy_loss: str) -> None:
     """Refuse flags that a token budget, or a lag, cannot be combined with."""
-    lag = values["offpolicy.lag"]
-    flag = f"--offpolicy.lag {lag}" if lag else f"--partial.token_budget {token_budget}"
+    flag = source_of_staleness(values)
     if policy_loss == "gspo":
-        raise FlagError(f"{flag}: allowed with --policy_loss ppo or bapo, not gspo")
-    if is_correction_level != "off":
-        raise FlagError(
-            f"--algo.advantage.is_correction_level {is_correction_level}: counts the mismatch of trainer and engine a "
-            f"second time in resumed responses; allowed with {flag}: off"
-        )
+        raise FlagError(f"{flag}: allowed with every --policy_loss but gspo")
     if values.get("train.agent_func_path"):
         raise FlagError(f"{flag}: cannot keep an agent's turns; allowed without --train.agent_func_path")
     if values.get("data.max_images_per_prompt"):

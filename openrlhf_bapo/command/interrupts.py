@@ -15,31 +15,38 @@ from typing import Any
 
 import wrapt
 
-from openrlhf_bapo.openrlhf.interrupts import interrupt_trainer
+from openrlhf_bapo.openrlhf.interrupts import Interrupted, interrupt_trainer, is_training
 
 _FAILED = signal.SIGUSR1
 """Sent by a thread of this process to its main thread, which waits for Ray."""
 
 
-def catch_signals(came: list[int], finishes_step: bool) -> None:
+def catch_signals(came: list[int], failures: list[BaseException], finishes_step: bool) -> None:
     """Catch SIGTERM and SIGINT from now on, in the process that has started Ray.
+
+    A run that is not training yet, because it waits for GPUs, engines or models, ends at once.
 
     Args:
         came: the list that gets the number of each signal.
+        failures: the list that gets the reason of such an end.
         finishes_step: `--ckpt.on_interrupt`; without it, the first signal ends the run at once.
     """
+
+    def ask(name: str) -> None:
+        interrupt_trainer()
+        if is_training():
+            says = "ends after this training step, with a checkpoint; a second signal ends at once"
+            print(f"openrlhf-bapo: {name}: {says}", file=sys.stderr, flush=True)
+        else:
+            failures.append(Interrupted("before its first step"))
+            os.kill(os.getpid(), _FAILED)
 
     def handle(number: int, _: FrameType | None) -> None:
         came.append(number)
         if len(came) > 1 or not finishes_step:
             raise KeyboardInterrupt  # Ray lets it through
         name = signal.Signals(number).name
-        print(
-            f"openrlhf-bapo: {name}: ends after this training step, with a checkpoint; a second signal ends at once",
-            file=sys.stderr,
-            flush=True,
-        )
-        threading.Thread(target=interrupt_trainer, daemon=True).start()  # a signal handler must not wait
+        threading.Thread(target=ask, args=[name], daemon=True).start()  # a signal handler must not wait
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)

@@ -13,6 +13,7 @@ from openrlhf_bapo.command.checks import gpu_groups
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import warn
+from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
 from openrlhf_bapo.planning.checkpoints import checkpoint_terms, replay_term
 from openrlhf_bapo.planning.engine_memory import (
@@ -318,15 +319,16 @@ def _num_optimizer_steps(args: Namespace) -> int:
 def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Count the optimizer steps in a training step that need a forward without gradient over all their tokens first.
 
-    With `--bapo.scope update` these are the steps of several micro-batches. The first step after fresh rollouts needs
-    no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With
-    `--bapo.smoothing` no step needs one.
+    With `--bapo.scope update`, m2 and balanced these are the steps of several micro-batches. The first step after fresh
+    rollouts needs no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`).
+    With `--bapo.smoothing` or a half-life no step needs one.
 
     Args:
         args: from `arguments.parse`.
         length: mean tokens per sample, which decides how many samples a dynamic batch holds.
     """
-    if args.policy_loss != "bapo" or args.bapo.scope != "update" or args.bapo.smoothing:
+    rule = clip_rule_from_args(args)
+    if rule is None or not rule.needs_tally_first or rule.config.scope != "update":
         return 0
     setup = training_setup(args)
     gpus_per_sample = setup.ring_attn_size * setup.tensor_parallel_size
@@ -371,6 +373,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
     trained = _num_samples(args) * length * args.train.max_epochs
     num_forwards = num_ratio_forwards(args, length)
     ratio_tokens = num_forwards * args.train.batch_size * length
+    recomputed = _num_samples(args) if is_decoupled(args) else fresh  # replayed samples keep their log-probs otherwise
 
     def training_time(trained_tokens: int, forward_tokens: int) -> tuple[float, int]:
         flops = step_flops(
@@ -382,7 +385,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
         )
         return flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization), flops
 
-    training, flops = training_time(trained, fresh * length + ratio_tokens)
+    training, flops = training_time(trained, recomputed * length + ratio_tokens)
     cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
     rollout = rollout_seconds(
         shape,

@@ -17,6 +17,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +46,10 @@ def is_correct(response: str, gold: str) -> bool:
     """Compare a response's final answer with the gold answer in this process, without limits on time or memory."""
     answer, gold = find_answer(response), find_gold(gold)
     plainly = is_plainly_equal(answer, gold)
-    return is_equal(answer, gold) if plainly is None else plainly
+    if plainly is not None:
+        return plainly
+    assert answer is not None  # which is_plainly_equal decides
+    return is_equal(answer, gold)
 
 
 def extract_answer(response: str) -> str | None:
@@ -55,7 +59,7 @@ def extract_answer(response: str) -> str | None:
     """
     answer = find_answer(response)
     if answer is None or len(answer.text) > _LONGEST:
-        return answer and answer.text
+        return answer.text if answer else None
     text, _ = _rewrite(answer.text)
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.rpartition("=")[2]).strip(" .")
     is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
@@ -99,6 +103,7 @@ def find_answer(response: str) -> Answer | None:
     line = _last_line(final[-3 * _LONGEST :])
     if not line or len(line) > _LONGEST:
         return None
+    passage: str | None
     announced = [match.span() for match in _ANNOUNCED.finditer(line)]
     if announced:
         text, passage = _SENTENCE_END.split(line[announced[-1][1] :])[0], line[announced[-1][0] :]
@@ -249,13 +254,13 @@ def _repeating(match: re.Match) -> str:
 
 
 # Signs that math-verify does not know, each followed by one that it knows.
-_SIGNS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
-_SIGNS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
-_SIGNS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
-_SIGNS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
-_SIGNS = dict(zip(_SIGNS.split()[::2], _SIGNS.split()[1::2], strict=True))
+_PAIRS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
+_PAIRS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
+_PAIRS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
+_PAIRS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
+_SIGNS = dict(zip(_PAIRS.split()[::2], _PAIRS.split()[1::2], strict=True))
 # Rewrites of forms that math-verify cannot read, or misreads, each with an example.
-_REWRITES = [
+_REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         ("[\u00bc-\u00be\u2150-\u215e]", lambda m: "\\frac{{{}}}{{{}}}".format(*_nfkc(m).split("\u2044"))),  # "3\u00bd"
@@ -290,7 +295,7 @@ _REWRITES = [
     ]
 ]
 
-_UNITS = {}  # a unit's word or abbreviation: the words that it stands for
+_UNITS: dict[str, list[str]] = {}  # a unit's word or abbreviation: the words that it stands for
 for _names, _, _others in map(
     lambda group: group.partition("="),
     """mm|millimeter cm|centimeter m|meter|metre km|kilometer in|inch|inche ft|foot|feet yd|yard mi|mile mg g|gram
@@ -309,7 +314,7 @@ _INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z]
 
 def _rewrite(text: str) -> tuple[str, dict]:
     """Return a text for math-verify, and marks that it would ignore: unit, base, ratio, kind of brackets, variables."""
-    marks = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
+    marks: dict[str, object] = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     if match := _UNIT.search(text):
@@ -319,7 +324,7 @@ def _rewrite(text: str) -> tuple[str, dict]:
             words = re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1]))
             units = [_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) for word in words]
             if all(units):  # "3 hours" != "3 minutes"
-                marks["unit"] = sorted(word for unit in units for word in unit)
+                marks["unit"] = sorted(word for unit in units if unit for word in unit)
     if match := re.search(r"\d_\{?(\d+)\}?$", text):  # "101_2" != "101_3"
         marks["base"] = match[1]
     if text.count(":") > 1:  # "2:3:4" != "2:4:3"
@@ -362,7 +367,7 @@ def _parse_rewritten(text: str) -> list:
         return []
 
 
-def _parse_latex(text: str):
+def _parse_latex(text: str) -> Any:
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
 
@@ -393,7 +398,7 @@ def _agree(answers: list, golds: list) -> bool:
     return verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None)
 
 
-def _same_value(a, b) -> bool | None:
+def _same_value(a: Any, b: Any) -> bool | None:
     r"""Compare the values of two expressions at two points; return None if that does not decide.
 
     math-verify rounds to six places ("1.6e-19" != "1.7e-19"), evaluates 15 digits ("\sqrt{2} + 10^{-20}" != "\sqrt{2}")

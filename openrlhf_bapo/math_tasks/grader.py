@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import NoReturn, TextIO
 
 from openrlhf_bapo.math_tasks.answers import Answer, find_answer, find_gold, is_equal, is_plainly_equal
@@ -53,7 +53,7 @@ def failure_logs(grades: Sequence[Grade]) -> dict[str, list[float]]:
 class _Task:
     answer: Answer
     gold: str
-    grade: "Future[Grade]" = field(default_factory=Future)
+    grade: "Future[Grade]"
 
 
 class MathGrader:
@@ -75,7 +75,7 @@ class MathGrader:
         self.crashes = 0
         """Number of answers so far that ended their worker or exhausted its memory; each counts as wrong."""
         self._lock = threading.Lock()  # guards the attributes below, and the counts
-        self._tasks = queue.PriorityQueue()  # of (attempt, number, task)
+        self._tasks: queue.PriorityQueue[tuple[int, int, _Task | None]] = queue.PriorityQueue()  # attempt, number, task
         self._threads: list[threading.Thread] = []
         self._workers: set[subprocess.Popen] = set()
 
@@ -85,18 +85,20 @@ class MathGrader:
 
     def submit(self, response: str, gold: str) -> "Future[Grade]":
         """Grade one response without waiting. The future never holds an exception and cannot be canceled."""
-        task = _Task(find_answer(response), find_gold(gold))
-        task.grade.set_running_or_notify_cancel()
-        plainly = is_plainly_equal(task.answer, task.gold)
+        answer, gold = find_answer(response), find_gold(gold)
+        plainly = is_plainly_equal(answer, gold)
+        grade: Future[Grade] = Future()
+        grade.set_running_or_notify_cancel()
         if plainly is not None:
-            task.grade.set_result(Grade(plainly))
-            return task.grade
+            grade.set_result(Grade(plainly))
+            return grade
+        assert answer is not None  # which is_plainly_equal decides
         with self._lock:
-            self._tasks.put((1, next(_numbers), task))
+            self._tasks.put((1, next(_numbers), _Task(answer, gold, grade)))
             if len(self._threads) < self.num_workers:
                 self._threads.append(threading.Thread(target=self._work, args=[self._tasks], daemon=True))
                 self._threads[-1].start()
-        return task.grade
+        return grade
 
     def close(self) -> None:
         """End the workers; answers in progress count as crashed. A later call starts new workers."""
@@ -172,6 +174,7 @@ def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
         print(json.dumps([number, seconds, *astuple(task.answer), task.gold]), file=worker.stdin, flush=True)
     except BrokenPipeError:
         return None
+    assert worker.stdout is not None  # a pipe
     for line in worker.stdout:
         answered, outcome = line.split()
         if int(answered) == number:

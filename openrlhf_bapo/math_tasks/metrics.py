@@ -7,7 +7,7 @@ mean would move with other problems of the same kind; if all problems give equal
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +142,7 @@ def _per_problem(problems: list[list[GradedResponse]], pass_at_k: list[int]) -> 
     """Return every metric of every problem, [num_problems] each, in the order of display."""
     n = len(problems[0])
 
-    def table(value) -> torch.Tensor:
+    def table(value: Callable[[GradedResponse], float]) -> torch.Tensor:
         return torch.tensor([[value(response) for response in responses] for responses in problems]).double()
 
     rewards = table(lambda response: response.reward or 0.0)

@@ -8,10 +8,10 @@ from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 
 # One per process, shared by all of OpenRLHF's threads. Workers start with the first answer that needs one.
-GRADER = MathGrader(num_workers=min(4, os.cpu_count()), time_limit=5.0)
+GRADER = MathGrader(num_workers=min(4, os.cpu_count() or 1), time_limit=5.0)
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list, **kwargs) -> dict:
+def reward_func(queries: list[str], prompts: list[str], labels: list, **kwargs: object) -> dict:
     """Grade each response against its label; called by OpenRLHF's SingleTurnAgentExecutor (utils/agent.py).
 
     Args:

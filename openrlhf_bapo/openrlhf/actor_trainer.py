@@ -13,11 +13,11 @@ from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 from torch.utils.data import DataLoader
 
-from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, SteadyBounds, importance_ratio, make_clip_rule
+from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, importance_ratio
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
-from openrlhf_bapo.openrlhf.replay_checkpoint import load_steady_bounds, save_steady_bounds
-from openrlhf_bapo.openrlhf.settings import clip_config_from_args, is_off_policy
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, save_clip_rule
+from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, has_proximal_ratio, is_off_policy
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
 
@@ -82,8 +82,10 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             if self._rule.config.scope == "update":
                 self.replay_buffer.update_ends = self._update_ends
                 self.replay_buffer.before_update = self._before_update
-            if (state := load_steady_bounds(self.args)) is not None:
+            if (state := load_clip_rule(self.args)) is not None:
                 self._rule.load_state_dict(state)
+        self._has_proximal_ratio = has_proximal_ratio(self.args)
+        self._uses_engines_log_probs = self._has_proximal_ratio or self.actor_loss_fn.is_correction_level != "off"
         self.actor_loss_fn.register_forward_pre_hook(self._leave_out_nonfinite, with_kwargs=True)
         backward = self.strategy.backward
         self.strategy.backward = lambda loss, *args, **kwargs: backward(with_its_gradient(loss), *args, **kwargs)
@@ -145,6 +147,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return status
 
     def _note_update(self, is_skipped: bool) -> None:
+        if self._rule is not None:
+            self.actor_loss_fn.entropy_rule.close_update(is_skipped)
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if is_skipped else 0
         most = self.args.bapo.max_skipped_updates
         # In fp16 DeepSpeed finds its loss scale by skipping updates.
@@ -156,12 +160,12 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             )
 
     def _leave_out_nonfinite(self, loss_fn: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        uses_rollout = loss_fn.is_correction_level != "off"
-        values = [*args, kwargs["rollout_log_probs"]] if uses_rollout else args
+        engines = kwargs["rollout_log_probs"] if self._uses_engines_log_probs else None
+        values = args if engines is None else [*args, engines]
         mask, values, num_left_out = leave_out_nonfinite(kwargs["action_mask"], *values)
         self._num_nonfinite = self._num_nonfinite + num_left_out
         kwargs = kwargs | {"action_mask": mask}
-        return tuple(values[:3]), kwargs | {"rollout_log_probs": values[3]} if uses_rollout else kwargs
+        return tuple(values[:3]), kwargs if engines is None else kwargs | {"rollout_log_probs": values[3]}
 
     def _fault_metrics(self, num_skipped: int) -> dict[str, float]:
         counts = torch.tensor([float(self._num_nonfinite), self._num_tokens], device=torch.cuda.current_device())
@@ -177,15 +181,21 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return {f"offpolicy/{name}": count for name, count in counted.items() if shown or count}
 
     def _tally_off_policy(self, loss_fn: Any, args: tuple, kwargs: dict, _: object) -> None:
-        log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
+        log_probs, denominators, advantages = (x.detach() for x in args)
+        behavior_log_probs, lower, upper = denominators, 1 - loss_fn.clip_eps_low, 1 + loss_fn.clip_eps_high
+        if self._has_proximal_ratio and kwargs["rollout_log_probs"] is not None:
+            behavior_log_probs = kwargs["rollout_log_probs"]
+            # The loss's ratio exceeds a bound where the ratio against the behavior policy exceeds this one.
+            shift = importance_ratio(denominators, behavior_log_probs)
+            lower, upper = lower * shift, upper * shift
         tally = tally_offpolicy(
             importance_ratio(log_probs, behavior_log_probs),
             advantages,
             kwargs["action_mask"],
             self._experience.staleness,
             self._experience.optimizer_steps + self._steps_taken(),
-            1 - loss_fn.clip_eps_low,
-            1 + loss_fn.clip_eps_high,
+            lower,
+            upper,
         )
         self._off_policy_tally = tally if self._off_policy_tally is None else self._off_policy_tally + tally
 
@@ -235,10 +245,11 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             behavior_log_probs, log_probs = experience.action_log_probs, experience.start_log_probs
             if not is_first or log_probs is None:
                 log_probs = self._action_log_probs(experience)
-            mask, values, _ = leave_out_nonfinite(
-                experience.action_mask, log_probs, behavior_log_probs, experience.advantages
-            )
-            self.actor_loss_fn.tally(*values, mask)
+            values = [log_probs, behavior_log_probs, experience.advantages]
+            if self._uses_engines_log_probs:
+                values.append(experience.rollout_log_probs)
+            mask, values, _ = leave_out_nonfinite(experience.action_mask, *values)
+            self.actor_loss_fn.tally(*values[:3], mask, *values[3:])
         self.actor_loss_fn.close_update()
 
     def _action_log_probs(self, experience: Experience) -> torch.Tensor:
@@ -259,19 +270,17 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
 
 def _clip_rule(args: Namespace, loss: PolicyLoss) -> ClipRule | None:
-    if args.policy_loss == "bapo":
-        return make_clip_rule(clip_config_from_args(args.bapo))
     if args.policy_loss == "ppo":
         return FixedBounds(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
-    return None  # gspo
+    return clip_rule_from_args(args)
 
 
-def _saving_steady_bounds(save_checkpoint: Callable) -> Callable:
+def _saving_clip_rule(save_checkpoint: Callable) -> Callable:
     @functools.wraps(save_checkpoint)
     def saving(self: Any, tag: str, *args: Any, **kwargs: Any) -> Any:
         rule = self.trainer._rule
-        if isinstance(rule, SteadyBounds) and self.strategy.is_rank_0():
-            save_steady_bounds(self.strategy.args, tag, rule.state_dict())
+        if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
+            save_clip_rule(self.strategy.args, tag, rule.state_dict())
         return save_checkpoint(self, tag, *args, **kwargs)
 
     return saving
@@ -292,6 +301,6 @@ def use_actor_trainer(upstream: Any) -> None:
     """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
     actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
     actor.init_model_from_pretrained = _counting_global_steps(actor.init_model_from_pretrained)
-    actor.save_checkpoint = _saving_steady_bounds(actor.save_checkpoint)
+    actor.save_checkpoint = _saving_clip_rule(actor.save_checkpoint)
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader

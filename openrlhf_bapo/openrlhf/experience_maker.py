@@ -1,6 +1,7 @@
 """OpenRLHF's RemoteExperienceMaker with the behavior policy's log-probs, staleness, and replay of past groups."""
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from openrlhf.trainer.ppo_utils.experience import (
     split_experience_batch,
 )
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size
 
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
+from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
-from openrlhf_bapo.openrlhf.settings import is_off_policy, replay_config_from_args
+from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, replay_config_from_args
 
 # Fields of Experience that have another name in the pool. OpenRLHF's loss takes action_log_probs as the denominator of
 # the ratio, so they are the behavior policy's.
@@ -29,11 +32,13 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     """Upstream's experience maker, with the policy that generated each token in the ratio's denominator.
 
     Fresh samples are made as upstream does. With `--offpolicy.ratio_base rollout` the engine's log-probs then replace
-    the recomputed ones in the denominator. Under a token budget they do so for tokens of older versions.
+    the recomputed ones in the denominator. With `auto` they do so for tokens of older versions.
 
     Replayed groups come back as they were made, with the same tokens, denominators, advantages and other tensors.
     Advantages are relative to the group's own rewards, and the reference policy does not change. Values and returns
     (GAE) stay those of the rollout: new values would come from a critic that has since learned from these rewards.
+    With `--offpolicy.objective decoupled` their denominators are recomputed too, by one forward pass of the actor. The
+    pool then keeps the engine's log-probs alone.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +58,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """Fresh samples of the last training step, for the rollout statistics."""
         self.unfinished: PartialPool | None = None
         """Under a token budget, the pool of unfinished responses after the last training step's rollout."""
+        self.buffer: SampleBuffer | None = None
+        """Samples that wait for later training steps after the last one's rollout."""
         self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
@@ -60,7 +67,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """Run upstream's forward passes, then set staleness and the ratio's denominator."""
         experiences = super().make_experience(samples_list)
         if is_off_policy(self.args):
-            mismatch, num_mixed = [], 0
+            mismatch, num_mixed, base = [], 0, self.args.offpolicy.ratio_base
+            needs_engine = base != "recomputed" or self.args.algo.advantage.is_correction_level != "off"
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
@@ -72,14 +80,16 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                     mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
                 if self.pool is None:
                     experience.start_log_probs = experience.action_log_probs
-                if self.args.offpolicy.ratio_base == "rollout":
-                    if experience.rollout_log_probs is None:
-                        raise ValueError(
-                            "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio is "
-                            "taken against in async training and with --offpolicy.ratio_base rollout"
-                        )
+                if needs_engine and experience.rollout_log_probs is None:
+                    raise ValueError(
+                        "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio or its "
+                        "correction needs (in async training, with --offpolicy.ratio_base rollout, or with "
+                        "--algo.advantage.is_correction_level); --policy_loss ppo runs without them if it is given "
+                        "--offpolicy.ratio_base recomputed"
+                    )
+                if base == "rollout":
                     experience.action_log_probs = experience.rollout_log_probs * mask
-                elif self.args.partial.token_budget:
+                elif base == "auto":
                     # The newest tokens of a resumed response are fresh, and keep the log-probs of the actor.
                     experience.action_log_probs = torch.where(
                         experience.staleness > 0, experience.rollout_log_probs, experience.action_log_probs
@@ -93,7 +103,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Make upstream's experience. With replay, add the replayed groups and return one batch per rank."""
         if isinstance(rollout_samples, RolloutSamples):
-            self.unfinished = rollout_samples.unfinished
+            self.unfinished, self.buffer = rollout_samples.unfinished, rollout_samples.buffer
             self._metrics |= rollout_samples.metrics
         self.fresh = super().make_experience_batch(rollout_samples)
         if self.pool is None:
@@ -107,9 +117,12 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             by_index |= zip(index, split_experience_batch(experience), strict=True)
         samples = remove_padding_in_sequences([by_index[i] for i in sorted(by_index)])
         size = self.args.rollout.n_samples_per_prompt
+        kept, num_fresh = samples, len(samples)
+        if is_decoupled(self.args):
+            kept = [replace(sample, action_log_probs=sample.rollout_log_probs) for sample in samples]
         groups = [
-            _to_group(samples[start : start + size], min(oldest_by_index[i] for i in range(start, start + size)))
-            for start in range(0, len(samples), size)
+            _to_group(kept[start : start + size], min(oldest_by_index[i] for i in range(start, start + size)))
+            for start in range(0, num_fresh, size)
         ]
 
         replayed = self.pool.sample(self._num_replayed(self.pool, len(groups)), self.policy_version)
@@ -125,6 +138,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
 
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+        if is_decoupled(self.args) and replayed:
+            self._recompute_denominators(samples[num_fresh:], num_ranks)
         # Upstream trains on whole micro-batches, and with dynamic batches on whole optimizer steps. A remainder is left
         # only by a short last rollout.
         train = self.args.train
@@ -132,6 +147,33 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self._metrics["replay/samples_dropped"] = float(len(samples) % unit)
         samples = samples[: len(samples) // num_ranks * num_ranks]  # all ranks make the same number of optimizer steps
         return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
+
+    def _recompute_denominators(self, samples: list[Experience], num_ranks: int) -> None:
+        """Let the actor compute the log-probs of replayed samples with its current weights, as it did for fresh ones.
+
+        Every rank runs as many forward passes, over micro-batches of similar lengths in sum.
+        """
+        args = self.args
+        longest_first = sorted(samples, key=lambda sample: int(sample.total_length), reverse=True)
+        num_batches = math.ceil(len(samples) / args.rollout.micro_batch_size)
+        if args.train.dynamic_batch_enable:
+            sizes = args.rollout.max_tokens_per_gpu, args.ds.ring_attn_size, args.ds.tensor_parallel_size
+            lengths = [int(sample.total_length) for sample in longest_first]
+            num_batches = get_minimum_num_micro_batch_size(lengths, *sizes)
+        num_batches = math.ceil(num_batches / num_ranks) * num_ranks
+        parts = [longest_first[i::num_batches] or longest_first[:1] for i in range(num_batches)]
+        batches = [make_experience_batch(part) for part in parts]
+        refs = self._dispatch_forward(
+            self.actor_model_group,
+            args.train.colocate_all or args.train.colocate_actor_ref,
+            sequences=[batch.sequences for batch in batches],
+            action_mask=[batch.action_mask for batch in batches],
+            attention_mask=[batch.attention_mask for batch in batches],
+        )
+        found = self._flatten_results(refs, args.ds.ring_attn_size * args.ds.tensor_parallel_size)
+        for part, log_probs in zip(parts, found, strict=True):
+            for sample, row in zip(part, log_probs, strict=True):
+                sample.action_log_probs = row[: len(sample.action_mask)]  # padded on the right
 
     def count_version(self) -> None:
         """Note that the actor's weights were published to the engines."""

@@ -6,7 +6,7 @@ The command receives the signal, and a Ray actor trains. The command tells the a
 import functools
 from typing import Any
 
-_KEY, _NAMESPACE = b"interrupted", b"openrlhf_bapo"
+_INTERRUPTED, _TRAINING, _NAMESPACE = b"interrupted", b"training", b"openrlhf_bapo"
 
 
 class Interrupted(Exception):
@@ -15,15 +15,29 @@ class Interrupted(Exception):
 
 def interrupt_trainer() -> None:
     """Ask the trainer of this Ray job to end after its current step."""
+    _put(_INTERRUPTED)
+
+
+def is_interrupted() -> bool:
+    """Say whether the trainer of this Ray job was asked to end."""
+    return _exists(_INTERRUPTED)
+
+
+def is_training() -> bool:
+    """Say whether the trainer of this Ray job has begun, so that it will see that it was asked to end."""
+    return _exists(_TRAINING)
+
+
+def _put(key: bytes) -> None:
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_put(_job() + _KEY, b"", namespace=_NAMESPACE)
+    internal_kv._internal_kv_put(_job() + key, b"", namespace=_NAMESPACE)
 
 
-def _is_interrupted() -> bool:
+def _exists(key: bytes) -> bool:
     from ray.experimental import internal_kv
 
-    return internal_kv._internal_kv_exists(_job() + _KEY, namespace=_NAMESPACE)
+    return internal_kv._internal_kv_exists(_job() + key, namespace=_NAMESPACE)
 
 
 def _job() -> bytes:
@@ -38,7 +52,7 @@ def end_when_interrupted(trainer: type[Any]) -> None:
 
     @functools.wraps(save)
     def save_logs_and_checkpoints(self: Any, global_step: int, *args: Any, **kwargs: Any) -> None:
-        interrupted = _is_interrupted()
+        interrupted = is_interrupted()
         if interrupted:
             self.args.ckpt.save_steps = 1
         save(self, global_step, *args, **kwargs)
@@ -47,7 +61,8 @@ def end_when_interrupted(trainer: type[Any]) -> None:
 
     @functools.wraps(start)
     def init_checkpoint_states(self: Any) -> dict:
-        if _is_interrupted():
+        _put(_TRAINING)  # before the check, so that one of the two sees a signal that comes now
+        if is_interrupted():
             raise Interrupted("before its first step")
         return start(self)
 

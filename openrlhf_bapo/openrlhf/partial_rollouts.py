@@ -108,7 +108,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         if not samples:
             logger.info(f"partial rollouts at the end of an episode: {metrics}")
         pass_rate = 100 * sum(self._judged) / len(self._judged) if self._judged else None
-        return RolloutSamples(samples, self.pool, metrics), pass_rate, self.num_drawn, self._has_ended
+        return RolloutSamples(samples, metrics, self.pool), pass_rate, self.num_drawn, self._has_ended
 
     def take_up(self, pool: PartialPool) -> None:
         """Continue with a saved pool. Responses without a reward, which may have ended the run, are generated again."""

@@ -4,7 +4,9 @@ A checkpoint CKPT_PATH/_actor/TAG comes with
 
     CKPT_PATH/_replay/TAG     the replay pool, with `--replay.ratio`
     CKPT_PATH/_partial/TAG    unfinished responses, with `--partial.token_budget` or `--offpolicy.lag`
-    CKPT_PATH/_steady/TAG     the clip bounds, with `--bapo.smoothing`
+    CKPT_PATH/_buffer/TAG     samples that wait, with `--rollout.vllm_generate_batch_size`
+    CKPT_PATH/_rule/TAG       the clip rule's average over updates, with `--bapo.smoothing`, `--m2.half_life` or
+                              `--balanced.half_life`
 
 in the format of core/saved_pool.py.
 """
@@ -21,13 +23,15 @@ from typing import Any
 import torch
 
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
+from openrlhf_bapo.core.other_rules import default_settings
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool
 from openrlhf_bapo.core.saved_pool import SavedStateError, read_directory, write_directory
-from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
+from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
+from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, partial_config_from_args, replay_config_from_args
 
-KINDS = ("_replay", "_partial", "_steady")
-STEADY_FORMAT_VERSION = 1
+KINDS = ("_replay", "_partial", "_buffer", "_rule")
+RULE_FORMAT_VERSION = 1
 
 
 def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None) -> Path | None:
@@ -95,12 +99,43 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
     if directory is None:
         return None
     pool, state = PartialPool.load(directory, partial_config_from_args(args.partial), _partial_fingerprint(args))
-    pool.shift_versions(state["version_offset"] - (state["policy_version"] - 1))
+    pool.shift_versions(_version_shift(state))
     return pool, state
 
 
+def _version_shift(state: dict) -> int:
+    """Return what versions in the saved run's engines have to be shifted by for those of the resumed run's engines."""
+    return state["version_offset"] - (state["policy_version"] - 1)
+
+
+def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleBuffer, dict] | None:
+    """Load the samples that wait as `load_saved_pool` does, with versions shifted to the resumed engines' count.
+
+    Raises:
+        SavedStateError: if they cannot be used, or if they would be lost because of a token budget or a lag.
+    """
+    if not args.ckpt.load_enable or args.partial.discard_saved:
+        return None
+    directory = pool_directory(args.ckpt.path, "_buffer", tag)
+    if directory is None or not any(directory.parent.glob(f"{directory.name}*")):  # NAME.old, after an interrupted save
+        return None
+    buffer, state = SampleBuffer.load(directory, _groups_fingerprint(args))
+    if args.partial.token_budget:
+        flag = "--offpolicy.lag" if args.offpolicy.lag else "--partial.token_budget"
+        raise SavedStateError(
+            f"{directory} holds {len(buffer.tensors)} samples that were not trained on; resume without {flag}, or pass "
+            f"{DISCARD_FLAG} to train without them"
+        )
+    buffer.shift_versions(_version_shift(state))
+    return buffer, state
+
+
+def _groups_fingerprint(args: Namespace) -> dict[str, str]:
+    return fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+
+
 def _partial_fingerprint(args: Namespace) -> dict[str, str]:
-    shared = fingerprint(args) | {"--rollout.n_samples_per_prompt": str(args.rollout.n_samples_per_prompt)}
+    shared = _groups_fingerprint(args)
     return shared | {"--offpolicy.lag": str(args.offpolicy.lag)} if args.offpolicy.lag else shared
 
 
@@ -125,7 +160,7 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
     problem = None
     for tag in _saved_tags(nested) if nested.ckpt.load_enable else []:
         try:
-            for load in (load_saved_pool, load_unfinished, load_steady_bounds):
+            for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
                 load(nested, tag)
             vars(args)["ckpt.resume_from"] = tag
             return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
@@ -187,40 +222,51 @@ def save_pools(trainer: Any, tag: str) -> None:
     maker, args = trainer.experience_maker, trainer.args
     if args.ckpt.disable_ds:
         return  # no checkpoint to resume
-    state = {"policy_version": maker.policy_version, "steps_by_version": maker.steps_by_version}
+    state = {
+        "policy_version": maker.policy_version,
+        "version_offset": maker.version_offset,
+        "steps_by_version": maker.steps_by_version,
+    }
     if maker.pool is not None:
         maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, _replay_fingerprint(args))
     if maker.unfinished is not None:
-        state["version_offset"] = maker.version_offset
         maker.unfinished.save(Path(args.ckpt.path, "_partial", tag), state, _partial_fingerprint(args))
+    if maker.buffer is not None:
+        maker.buffer.save(Path(args.ckpt.path, "_buffer", tag), state, _groups_fingerprint(args))
 
 
-def save_steady_bounds(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
-    """Write `SteadyBounds.state_dict()` for checkpoint `tag`, before OpenRLHF writes the checkpoint."""
-    record = {"format_version": STEADY_FORMAT_VERSION, "fingerprint": _steady_fingerprint(args)}
+def save_clip_rule(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
+    """Write `ClipRule.state_dict()` for checkpoint `tag`, before OpenRLHF writes the checkpoint."""
+    record = {"format_version": RULE_FORMAT_VERSION, "fingerprint": _rule_fingerprint(args)}
     columns = {name: value.cpu().contiguous() for name, value in state.items()}
-    write_directory(Path(args.ckpt.path, "_steady", tag), columns, record)
+    write_directory(Path(args.ckpt.path, "_rule", tag), columns, record)
 
 
-def load_steady_bounds(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
-    """Load the steady bounds that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
+def load_clip_rule(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
+    """Load the clip rule's state that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
 
     Returns:
-        The state for `SteadyBounds.load_state_dict`. None if the run has no smoothing or resumes no checkpoint.
+        The state for `ClipRule.load_state_dict`. None if the run's rule does not follow earlier updates, or if the run
+        resumes no checkpoint.
 
     Raises:
         SavedStateError: if the state cannot be used.
     """
-    bapo = vars(args.bapo)
-    if not (bapo.get("smoothing") and args.ckpt.load_enable) or bapo.get("discard_saved"):
+    if not args.ckpt.load_enable or args.bapo.discard_saved:
         return None
-    if (directory := pool_directory(args.ckpt.path, "_steady", tag)) is None:
+    if (rule := clip_rule_from_args(args)) is None or not rule.follows_updates:
         return None
-    return read_directory(directory, STEADY_FORMAT_VERSION, _steady_fingerprint(args), "--bapo.discard_saved")[0]
+    if (directory := pool_directory(args.ckpt.path, "_rule", tag)) is None:
+        return None
+    return read_directory(directory, RULE_FORMAT_VERSION, _rule_fingerprint(args), "--bapo.discard_saved")[0]
 
 
-def _steady_fingerprint(args: Namespace) -> dict[str, str]:
-    return {f"--bapo.{name}": str(getattr(args.bapo, name)) for name in (*SEARCH_FIELDS, "smoothing_of")}
+def _rule_fingerprint(args: Namespace) -> dict[str, str]:
+    """Return all settings of the clip rule but the half-life, which may change."""
+    name = args.policy_loss
+    settings = (*SEARCH_FIELDS, "smoothing_of") if name == "bapo" else default_settings(name).keys() - {"half_life"}
+    values = {f"--{name}.{setting}": str(getattr(getattr(args, name), setting)) for setting in sorted(settings)}
+    return {"--policy_loss": name} | values
 
 
 def remove_pruned(args: Namespace) -> None:
@@ -242,6 +288,10 @@ def load_pools(trainer: Any) -> None:
         unfinished, state = resumed
         if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
             trainer.samples_generator.take_up(unfinished)
+    if (waiting := load_sample_buffer(trainer.args)) is not None:
+        buffer, state = waiting
+        if hasattr(trainer, "samples_generator"):
+            trainer.samples_generator.take_up_buffer(buffer)
     if state is not None:
         # OpenRLHF now publishes the resumed weights again, and `count_version` adds 1. So the saved version is the
         # current one again, and its optimizer steps, the last entry, are appended again.
@@ -251,6 +301,8 @@ def load_pools(trainer: Any) -> None:
 
 
 def load_into_generator(actor: Any) -> None:
-    """Restore the unfinished responses in async training's `GenerateSamplesActor` of a resumed run."""
+    """Restore unfinished responses or samples that wait in async training's `GenerateSamplesActor` of a resumed run."""
     if (loaded := load_unfinished(actor.args)) is not None:
         actor.samples_generator.take_up(loaded[0])
+    if (waiting := load_sample_buffer(actor.args)) is not None:
+        actor.samples_generator.take_up_buffer(waiting[0])

@@ -16,6 +16,7 @@ from openrlhf.utils.logging_utils import init_logger
 
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
+from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.settings import is_off_policy
 from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
 
@@ -27,11 +28,19 @@ _SamplingParams = samples_generator.SamplingParams
 class RolloutSamples(list):
     """The samples of one training step, a list as OpenRLHF's trainers expect, with the rollout's state and metrics."""
 
-    def __init__(self, samples: list[Experience], unfinished: PartialPool | None, metrics: dict[str, float]) -> None:
+    def __init__(
+        self,
+        samples: list[Experience],
+        metrics: dict[str, float],
+        unfinished: PartialPool | None = None,
+        buffer: SampleBuffer | None = None,
+    ) -> None:
         super().__init__(samples)
+        self.metrics = metrics
         self.unfinished = unfinished
         """Under a token budget, the pool of unfinished responses after this rollout."""
-        self.metrics = metrics
+        self.buffer = buffer
+        """Samples that wait for later training steps; None if there are none."""
 
 
 def evaluation_place(num_prompts: int) -> int:
@@ -68,6 +77,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         self._lost: Counter[str] = Counter()
         """Groups that were dropped without a reward since the last log, by reason."""
         self._has_lost_groups = False
+        self._saved_buffer: SampleBuffer | None = None  # from a checkpoint, until the first rollout
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
@@ -79,6 +89,9 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             As upstream: the samples; the percentage of groups that passed dynamic filtering; the number of prompts
             drawn; whether the data of the episode are exhausted.
         """
+        if (saved := self._saved_buffer) is not None:
+            self._saved_buffer, self._sample_buffer = None, saved.experiences()
+            self._dataloader_iter = None if saved.exhausted else iter(self.prompts_dataloader)
         samples, *others = super().generate_samples(**generate_kwargs)
         size = self.args.rollout.n_samples_per_prompt
         if self._has_lost_groups and len(samples) < self.args.rollout.batch_size * size:
@@ -86,7 +99,17 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             num_trained = self._num_trainable(num_groups)
             self._lost["left_over"] += num_groups - num_trained
             samples = samples[: num_trained * size]
-        return RolloutSamples(samples, None, self._fault_metrics() if samples else {}), *others
+        metrics = self._fault_metrics() if samples else {}
+        buffer = None
+        if self._sample_buffer:
+            buffer = SampleBuffer.of(self._sample_buffer, self._dataloader_iter is None)
+        if self.args.train.async_enable:
+            metrics["rollout/samples_waiting"] = float(len(self._sample_buffer))
+        return RolloutSamples(samples, metrics, buffer=buffer), *others
+
+    def take_up_buffer(self, buffer: SampleBuffer) -> None:
+        """Continue with the samples that waited when the checkpoint was written."""
+        self._saved_buffer = buffer
 
     def _fault_metrics(self) -> dict[str, float]:
         """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason."""

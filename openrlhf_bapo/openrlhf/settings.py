@@ -4,6 +4,8 @@ from argparse import Namespace
 from dataclasses import fields
 
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS, ClipConfig, SmoothingConfig
+from openrlhf_bapo.core.clip_rules import ClipRule, make_clip_rule
+from openrlhf_bapo.core.other_rules import RULES
 from openrlhf_bapo.core.partial_rollouts import PartialConfig
 from openrlhf_bapo.core.replay_pool import ReplayConfig
 
@@ -15,6 +17,17 @@ def is_off_policy(args: Namespace) -> bool:
     return args.offpolicy.ratio_base is not None
 
 
+def is_decoupled(args: Namespace) -> bool:
+    """Say whether IS correction weighs a ratio against the policy that a training step starts from."""
+    return args.offpolicy.objective == "decoupled"
+
+
+def has_proximal_ratio(args: Namespace) -> bool:
+    """Say whether the loss's ratio is against the policy that a training step starts from, even for older tokens."""
+    can_be_stale = bool(args.train.async_enable or args.partial.token_budget)
+    return is_decoupled(args) or (args.offpolicy.ratio_base == "recomputed" and can_be_stale)
+
+
 def replay_config_from_args(replay: Namespace) -> ReplayConfig:
     """Return the replay pool's settings from `args.replay`."""
     return ReplayConfig(**{field.name: getattr(replay, field.name) for field in fields(ReplayConfig)})
@@ -23,6 +36,15 @@ def replay_config_from_args(replay: Namespace) -> ReplayConfig:
 def partial_config_from_args(partial: Namespace) -> PartialConfig:
     """Return the token budget's settings from `args.partial`."""
     return PartialConfig(**{field.name: getattr(partial, field.name) for field in fields(PartialConfig)})
+
+
+def clip_rule_from_args(args: Namespace) -> ClipRule | None:
+    """Return the clip rule of `--policy_loss`; None with OpenRLHF's losses, ppo and gspo."""
+    if args.policy_loss == "bapo":
+        return make_clip_rule(clip_config_from_args(args.bapo))
+    if args.policy_loss in RULES:
+        return RULES[args.policy_loss](**vars(getattr(args, args.policy_loss)))
+    return None
 
 
 def clip_config_from_args(bapo: Namespace) -> ClipConfig:

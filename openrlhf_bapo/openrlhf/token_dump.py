@@ -5,10 +5,11 @@ an equal share of the fresh and of the replayed samples. A row is a token:
 
     global_step, update    the training step, and the number of its optimizer steps before this one
     sample, position       number of the sample in the order of rank 0's training, and position in the response
-    ratio                  importance ratio against the behavior policy
+    ratio                  importance ratio that the loss clips: against the behavior policy, or with the decoupled
+                           objective against the policy that the training step starts from
     probability, entropy   probability of the token under the trained policy, and entropy of its distribution (nats)
     advantage
-    clip_low, clip_high    the clip bounds of the update
+    clip_low, clip_high    the clip bounds of the update, or of the token; 0 and inf: none
     clipped                whether the ratio is above clip_high (advantage > 0) or below clip_low (advantage < 0)
     dual_clipped           whether the advantage is negative and the ratio above --actor.dual_clip
     staleness              versions since the token was generated
@@ -98,14 +99,15 @@ class TokenDump:
         tokens = {name: values[active] for name, values in tokens.items()}
         # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
         ratio, advantage = tokens["ratio"], tokens["advantage"]
-        lower, upper = 1 - loss_fn.clip_eps_low, 1 + loss_fn.clip_eps_high
+        lower, upper = map(torch.as_tensor, (1 - loss_fn.clip_eps_low, 1 + loss_fn.clip_eps_high))
+        lower, upper = (bound[active] if bound.dim() else bound for bound in (lower, upper))
         tokens["clipped"] = torch.where(advantage > 0, ratio > upper, (advantage < 0) & (ratio < lower))
         tokens["dual_clipped"] = (advantage < 0) & (ratio > (loss_fn.dual_clip or torch.inf))
         constants = {"global_step": self._trainer.global_step, "update": update}
-        bounds = {"clip_low": float(lower), "clip_high": float(upper)}
         columns = {name: torch.full(ratio.shape, value, dtype=torch.int32) for name, value in constants.items()}
         columns |= {name: values.cpu() for name, values in tokens.items()}
-        columns |= {name: torch.full(ratio.shape, value, dtype=torch.float64) for name, value in bounds.items()}
+        bounds = {"clip_low": lower, "clip_high": upper}
+        columns |= {name: bound.double().cpu().expand(ratio.shape).contiguous() for name, bound in bounds.items()}
         self._sample.add(columns)
 
     def write(self) -> None:

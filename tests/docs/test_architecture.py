@@ -8,13 +8,13 @@ import pytest
 from pipeline import REPOSITORY
 
 PACKAGE = REPOSITORY / "openrlhf_bapo"
-# What a layer below the seams may import beside the standard library, and beside itself.
+# The imports that a layer below the seams may have, beside the standard library and itself.
 LIBRARIES = {
     "core": {"numpy", "safetensors", "torch"},
     "math_tasks": {"torch", "math_verify", "latex2sympy2_extended", "sympy"},
     "planning": set(),
 }
-# What a layer above them may import of ours.
+# The parts of ours that a layer above them may import.
 ALLOWED = {
     "openrlhf": {"core", "openrlhf"},
     "command": {"command", "core", "math_tasks", "openrlhf", "planning"},

@@ -15,7 +15,7 @@ import yaml
 
 import openrlhf_bapo
 
-# What the core needs, by its names in site-packages.
+# The packages that the core needs, by their names in site-packages.
 NEEDED = "torch torchgen functorch filelock fsspec jinja2 markupsafe mpmath networkx sympy numpy numpy.libs".split()
 
 USE = """

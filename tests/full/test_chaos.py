@@ -1,4 +1,4 @@
-"""What scripts/chaos.sh finds unaccounted for, on records of steps as its trainer would write them."""
+"""The problems that scripts/chaos.sh finds in records of steps as its trainer would write them."""
 
 import copy
 import signal

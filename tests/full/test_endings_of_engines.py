@@ -45,14 +45,14 @@ def reward_func(queries, prompts, labels, **kwargs): ...
 
 TWO_RUNS = """
 import subprocess, sys, ray
-from openrlhf_bapo.openrlhf.interrupts import _is_interrupted, interrupt_trainer
+from openrlhf_bapo.openrlhf.interrupts import is_interrupted, interrupt_trainer
 
 if len(sys.argv) > 1:
     ray.init(sys.argv[1])
 else:
     ray.init(num_cpus=1, include_dashboard=False)
     interrupt_trainer()
-print(_is_interrupted(), flush=True)
+print(is_interrupted(), flush=True)
 if len(sys.argv) == 1:
     subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], check=True)
 """

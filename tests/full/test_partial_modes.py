@@ -168,7 +168,7 @@ def test_with_filtering_and_replay_every_prompt_is_trained_on_once_as_fresh_or_c
     }
     assert totals["replay/groups_sampled"] > 0 < totals["partial/resumed"]
 
-    # What is replayed has kept its denominators: the actor's of its then newest tokens, the engine's of the others.
+    # Replayed samples keep their denominators: the actor's for the then newest tokens, the engine's for the others.
     policies = recordings.Policies(directory / "model", directory / "recording")
     mask = batch["action_mask"] > 0
 

@@ -282,9 +282,11 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
     # The whole head ends when its client server does not get its port, 10001 unless told.
     head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
+    # It also ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
+    patience = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300"}
     server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
-    # What only this test wants: a longer run with replay, and what a run on the CPU needs if it joins a cluster.
+    # Settings of this test alone: a longer run with replay, and the settings of a run on the CPU that joins a cluster.
     flags = {
         "data.max_samples": 128,
         "data.max_len": 72,
@@ -299,7 +301,10 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
         "vllm.sync_backend": "gloo",
     }
     try:
-        with pipeline.running(server, tiny / "serve_rm.log"), pipeline.running(head, tiny / "head.log") as process:
+        with (
+            pipeline.running(server, tiny / "serve_rm.log"),
+            pipeline.running(head, tiny / "head.log", **patience) as process,
+        ):
             # The dashboard takes jobs, and its agent runs them; any of the three may be the last to answer.
             paths = {dashboard: "api/version", agent: "api/local_raylet_healthz", port: "openapi.json"}
             urls = [f"http://127.0.0.1:{number}/{path}" for number, path in paths.items()]

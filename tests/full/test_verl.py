@@ -1,8 +1,9 @@
-"""BAPO in verl, in an environment of its own: its cases, a whole run, and the same tokens in OpenRLHF, TRL and verl."""
+"""BAPO in verl, in verl's environment: its cases, a whole run, and the same tokens in OpenRLHF, TRL and verl."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 
 import pipeline
@@ -14,7 +15,6 @@ from trl import GRPOTrainer
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
 from openrlhf_bapo.cli import plot
-from openrlhf_bapo.core.clip_config import PRESETS
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 pytestmark = pytest.mark.timeout(1800)
@@ -23,7 +23,7 @@ SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.35) 
 
 @pytest.fixture(scope="module")
 def tokens() -> dict[str, torch.Tensor]:
-    """Of 8 responses, each [8, 12]; in some the ratio is far from 1."""
+    """The tokens of 8 responses, each tensor [8, 12]; some ratios are far from 1."""
     generator = torch.Generator().manual_seed(0)
     log_probs = -2 * torch.rand(8, 12, generator=generator)
     mask = (torch.arange(12) < torch.randint(1, 13, (8, 1), generator=generator)).long()
@@ -53,7 +53,7 @@ def in_verl(tokens, programs, tmp_path_factory):
     return run, torch.load(files[1]), torch.load(files[2])
 
 
-def test_verls_cases_pass_in_an_environment_of_its_own(in_verl):
+def test_verls_cases_pass_in_its_environment(in_verl):
     run, *_ = in_verl
     assert run.returncode == 0 and "skipped" not in run.stdout.splitlines()[-1], run.stdout[-20_000:]
 
@@ -95,9 +95,9 @@ def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_v
         assert torch.allclose(gradient, expected[2], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_the_plain_loops_bounds_and_clipped_tokens_in_verl(preset, in_verl):
-    presets.assert_same(in_verl[2][preset], preset)
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_a_rule_has_the_plain_loops_bounds_and_gradient_in_verl(name, in_verl):
+    presets.assert_same(in_verl[2][name], name)
 
 
 ON_A_CPU = {
@@ -130,7 +130,13 @@ SMALL = {
 TARGET = 0.56
 
 
-def make_verls_data(directory) -> None:
+README = (pipeline.REPOSITORY / "README.md").read_text()
+DATA_COMMAND, TRAIN_COMMAND = re.findall(
+    r"^(python examples/data_preprocess.*|bash examples/verl.*)$", README, re.MULTILINE
+)
+
+
+def make_verls_data(directory, data) -> None:
     """Our tiny model with what verl asks of a chat model's tokenizer, its prompts as verl's rows, a reward."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -148,28 +154,31 @@ def make_verls_data(directory) -> None:
         )
         for row in map(json.loads, (directory / "train.jsonl").read_text().splitlines())
     ]
+    data.mkdir(parents=True)
     for part in ("train", "test"):
-        Dataset.from_list(rows).to_parquet(directory / f"{part}.parquet")
+        Dataset.from_list(rows).to_parquet(data / f"{part}.parquet")
     (directory / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
         "    return sum(c in '13579' for c in solution_str) / 8\n"
     )
 
 
-def test_a_whole_run_of_verls_trainer_on_two_ranks_learns_between_bounds_that_it_finds(programs, tmp_path):
-    make_verls_data(tmp_path)
+def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
+    folder = shlex.split(DATA_COMMAND, comments=True)[-1]  # under the home directory
+    make_verls_data(tmp_path, tmp_path / folder.removeprefix("~/"))
     settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": tmp_path / "reward.py"}
-    settings |= {"hydra.run.dir": tmp_path / "hydra"}
+    settings |= {"hydra.run.dir": tmp_path / "hydra", "trainer.default_local_dir": tmp_path / "checkpoints"}
     search = "+actor_rollout_ref.actor.policy_loss.search"
     settings |= {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
-    command = ["bash", str(pipeline.REPOSITORY / "examples" / "verl" / "train.sh")]
+    in_repository = ["bash", "-c", 'cd "$0" && exec "$@"', str(pipeline.REPOSITORY)]
+    command = [*in_repository, *shlex.split(TRAIN_COMMAND, comments=True)]
     environment = dict(
         PATH=f"{programs}:{os.environ['PATH']}",
         PYTHONPATH=pipeline.python_path(pipeline.SUPPORT),
         VERL_USE_EXTERNAL_MODULES="verl_cpu",
         MODEL=str(tmp_path / "model"),
         TENSORBOARD_DIR=str(tmp_path / "tensorboard"),
-        DATA=str(tmp_path),
+        HOME=str(tmp_path),
     )
     log = tmp_path / "log"
     command += [f"{name}={value}" for name, value in settings.items()]
@@ -193,3 +202,5 @@ def test_a_whole_run_of_verls_trainer_on_two_ranks_learns_between_bounds_that_it
     plot.draw({"verl": [scalars]}, TARGET, tmp_path / "curves.png")
     upper = [step["actor/bapo/clip_high"] for step in steps]
     assert scalars["train/bapo/clip_high"][1] == pytest.approx(upper, abs=1e-3)
+    saved = tmp_path / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
+    assert sorted(file.name for file in saved.glob("model_*.pt")) == [f"model_world_size_2_rank_{n}.pt" for n in (0, 1)]

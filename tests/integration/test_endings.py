@@ -1,4 +1,4 @@
-"""What the terminal says last when a run ends before its time: the cause, what is saved, and where the output is."""
+"""The last lines of a run that ends before its time: the cause, the last saved step, and where the output is."""
 
 import os
 import signal

@@ -75,3 +75,33 @@ def test_a_killed_run_goes_on_with_its_queue_and_every_rollout_is_trained_on_in_
             continue  # the kill came between its checkpoint and its log
         batch = before if step <= version else after
         recordings.assert_tokens_are_those_trained_on(file, batch, logged[step], num_first=2)
+
+
+def test_balanced_trains_stale_tokens_with_the_weights_that_all_tokens_of_their_optimizer_step_give(tmp_path):
+    directory, target = make_model(tmp_path), 0.7
+    flags = lag_flags(
+        directory, policy_loss="balanced", balanced__target=target, offpolicy__lag=1, data__max_samples=NUM_PROMPTS // 2
+    )
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, flags, "balanced", **recorder))
+    batch = recordings.trained_on(directory / "recording")
+    mask, advantages = batch["action_mask"] > 0, batch["loss_advantages"]
+    ratio = torch.where(mask, batch["log_probs"] - batch["denominators"], 0.0).exp()
+    weights = torch.where(advantages > 0, 1.0, ratio.clamp(max=1.0)) * mask
+    assert len(steps) == NUM_STEPS // 2 and (weights[mask] < 0.9).any()  # some negative tokens are stale
+    update = batch["place"] // 2  # two micro-batches of 16 samples
+    for version, logged in enumerate(steps):
+        scales, shares = [], []
+        for number in range(2):
+            rows = (batch["version"] == version) & (update == number)
+            sizes, is_positive = (weights * advantages)[rows], advantages[rows] > 0
+            positive, negative = float(sizes[is_positive].sum()), -float(sizes[~is_positive].sum())
+            scales.append(min(1.0, positive * (1 - target) / (target * negative)))
+            shares.append(positive / (positive + scales[-1] * negative))
+            # Each of the two micro-batches is divided by half of the update's tokens, and the gradients are averaged.
+            found = sum(batch["loss"][rows & (batch["place"] == place)][0] for place in batch["place"][rows].unique())
+            expected = -(positive - scales[-1] * negative) / int(mask[rows].sum())
+            assert float(found) / 2 == pytest.approx(expected, abs=1e-5), (version, number)
+        assert logged["bapo/negative_weight"] == pytest.approx(sum(scales) / 2, rel=1e-4)
+        assert logged["bapo/positive_share"] == pytest.approx(sum(shares) / 2, rel=1e-4)
+        assert min(scales) < 1 and "bapo/clip_low" not in logged

@@ -42,7 +42,9 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
     for mine, theirs in zip(ours, upstream, strict=True):
         assert theirs["policy_loss"] != 0 and theirs["ppo_clip_ratio"] > 0
         added = mine.keys() - theirs.keys()
-        assert all(name.startswith(("bapo/", "reward_fault/", "rollout/response_length_")) for name in added), added
+        assert all(
+            name.startswith(("bapo/", "entropy/", "reward_fault/", "rollout/response_length_")) for name in added
+        ), added
         assert 0 < mine["bapo/positive_share"] < 1 and mine["bapo/clip_high"] == 1.2
         for name in theirs:
             assert name.startswith("timing/") or mine[name] == theirs[name], name

@@ -9,7 +9,7 @@ import pytest
 import recordings
 import replay
 
-from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, load_steady_bounds, pool_directory
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, load_saved_pool, pool_directory
 from openrlhf_bapo.openrlhf.settings import replay_config_from_args
 
 
@@ -39,6 +39,34 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights
     assert any(stale > 4 * step["replay/groups_sampled"] for stale, step in zip(num_stale, steps, strict=True))
 
 
+def test_async_ppo_takes_its_ratios_against_the_weights_that_generated_each_token_and_says_so(directory):
+    given = dict(policy_loss="ppo", replay__ratio=None, replay__max_staleness=None, replay__max_reuse=None)
+    flags = replay.flags(directory, **replay.ASYNC | given | dict(data__max_samples=96))
+    flags += ["--actor.eps_clip_low_high", "0.5", "0.2"]
+    recorder = recordings.environment(directory / "recording")
+    output = pipeline.train(directory, flags, "ppo", **recorder)
+    assert output.count("--train.async_enable: the ratio is against the engine's log-probs") == 1
+    steps, batch = pipeline.steps(output), recordings.trained_on(directory / "recording")
+    assert len(steps) == 6 and max(step["offpolicy/staleness_max"] for step in steps) > 0
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
+
+
+def test_decoupled_async_ratios_start_at_the_training_steps_weights_and_losses_are_weighed_by_those_over_the_engines(
+    directory,
+):
+    flags = replay.flags(directory, **replay.ASYNC | dict(offpolicy__objective="decoupled", data__max_samples=96))
+    recorder = recordings.environment(directory / "recording")
+    steps = pipeline.steps(pipeline.train(directory, flags, "decoupled", **recorder))
+    assert len(steps) == 6 and sum(step["replay/groups_sampled"] for step in steps) > 0
+    batch = recordings.trained_on(directory / "recording")
+    policies = recordings.Policies(directory / "model", directory / "recording")
+    recordings.assert_ratios_are_against_the_policy_that_training_started_from(batch, policies, num_first=2)
+    weights = (batch["denominators"] - batch["rollout_log_probs"]).exp()
+    assert (weights > 2).any() and any(step["is_filter_ratio"] > 0 for step in steps)
+    recordings.assert_losses_are_weighted(batch, weights.clamp(max=2), steps, num_first=2)
+
+
 def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_would_have_drawn(directory, capsys):
     # The rewards of the sixth rollout wait for the kill.
     waiting = directory / "waiting"
@@ -55,7 +83,8 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
     command = [pipeline.warm_python(), *pipeline.TRAIN, *flags]
     log = directory / "killed.log"
     with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
-        pipeline.wait_until(lambda: "Global step 5" in log.read_text(), process, log)
+        # The whole line, because its metrics are read below.
+        pipeline.wait_until(lambda: len(pipeline.steps(log.read_text())) == 5, process, log)
         os.killpg(process.pid, signal.SIGKILL)
     waiting.unlink()
     shutil.rmtree(directory / "ckpt/_replay/global_step4")  # the checkpoint before it is complete
@@ -71,7 +100,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
     num_groups = min(16, len(pool)) // 8 * 8  # whole optimizer steps of 32 samples
     drawn = [sample for group in pool.sample(num_groups, version) for sample in group.samples]
 
-    steady = load_steady_bounds(args, args.ckpt.resume_from)
+    steady = load_clip_rule(args, args.ckpt.resume_from)
     bounds = {"low": float(steady["lower"]), "high": float(steady["upper"])}
     # Two steps moved them by far more than the tolerance below.
     assert abs(bounds["low"] - 0.75) > 1e-4 < abs(bounds["high"] - 2.1)
@@ -100,7 +129,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
     # Our state is removed together with OpenRLHF's checkpoints.
     kept = {d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()}
     assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == kept
-    assert {d.name for d in (directory / "ckpt/_steady").iterdir()} == kept
+    assert {d.name for d in (directory / "ckpt/_rule").iterdir()} == kept
 
     for file in directory.glob("ckpt/_replay/*/groups.safetensors"):
         content = bytearray(file.read_bytes())

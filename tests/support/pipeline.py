@@ -210,8 +210,8 @@ def train_policy_actors(
 ) -> list:
     """Train OpenRLHF's PolicyModelActor, one process a data-parallel rank, on the samples given.
 
-    As in a run, the samples' behaviour log-probs are those that the actor itself computes before it trains, less the
-    "log_ratio" that a test may have put into a sample's `info`.
+    As in a run, the samples' log-probs are those that the actor itself computes before it trains, less the "log_ratio"
+    that a test may have put into a sample's `info`. The engine's are those less its "log_weight", if it has one.
 
     Args:
         directory: made by `make_model`.
@@ -343,6 +343,9 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
             # "log_ratio" is how far the policy has moved since a sample was made; 0 where a test says nothing.
             log_ratio = sample.info.pop("log_ratio", torch.zeros(1))
             sample.action_log_probs = log_probs - log_ratio * sample.action_mask
+            # "log_weight" is how far it had moved from the engine's policy until then.
+            if (log_weight := sample.info.pop("log_weight", None)) is not None:
+                sample.rollout_log_probs = sample.action_log_probs - log_weight * sample.action_mask
             sample.start_log_probs = None if args.replay.ratio else log_probs
             behavior_log_probs.append(sample.action_log_probs.clone())
             actor.append(sample)
@@ -355,7 +358,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
-        "clamped": [(float(lower), float(upper)) for lower, upper in clamped],
+        "clamped": [tuple(torch.as_tensor(bound).tolist() for bound in bounds) for bounds in clamped],
         "behavior_log_probs": behavior_log_probs,
         "num_hooks": len(actor.actor._forward_hooks) + len(loss._forward_hooks),
         "args": args,
@@ -426,6 +429,9 @@ def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> 
 
 def steps(output: str) -> list[dict[str, float]]:
     """Return the metrics of every global step in a run's output."""
+    from openrlhf_bapo.cli.progress import Pieces
+
+    output = "".join(map(Pieces().join, output.splitlines(keepends=True)))
     found = re.findall(r"Global step \d+: \{(.*)\}", output)
     return [{key: float(value) for key, value in re.findall(r"'([^']+)': (-?[\d.e+-]+|nan)", line)} for line in found]
 

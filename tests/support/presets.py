@@ -1,11 +1,13 @@
-"""Three updates of two micro-batches, and the bounds that a plain loop trains each of them between, by preset."""
+"""Three updates of two micro-batches, and how a plain loop trains each of them, by preset and by other rule."""
 
 import torch
 
-from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import Tokens, make_clip_rule
+from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.core.clip_rules import Tokens
+from openrlhf_bapo.core.other_rules import RULES, as_clip_rule
 
 NUM_UPDATES, NUM_MICRO_BATCHES = 3, 2
+NAMES = (*PRESETS, *RULES)
 
 
 def make_updates() -> list[list[dict[str, torch.Tensor]]]:
@@ -28,10 +30,10 @@ def make_updates() -> list[list[dict[str, torch.Tensor]]]:
     return updates
 
 
-def plain_loop(preset: str) -> list[tuple[float, float, torch.Tensor]]:
-    """(lower, upper, which tokens get a gradient [8, 12]) of every micro-batch, from the rule's objects alone."""
-    config, found = ClipConfig.preset(preset), []
-    rule = make_clip_rule(config)
+def plain_loop(name: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(lower, upper, gradient of the token-mean loss [8, 12]) of every micro-batch, from the rule's objects alone."""
+    rule, found = as_clip_rule(name), []
+    config = rule.config
     for update in make_updates():
         micro_batches = [
             Tokens(each["log_probs"], each["old_log_probs"], each["advantages"], each["mask"]) for each in update
@@ -45,19 +47,22 @@ def plain_loop(preset: str) -> list[tuple[float, float, torch.Tensor]]:
                 rule.tally(tokens)
             if config.scope == "micro_batch":
                 rule.close_update()
-            lower, upper = rule.bounds(tokens)
-            positive, ratio = tokens.advantages > 0, tokens.ratio
-            trained = torch.where(positive, ratio <= upper.float(), ratio >= lower.float()) & (tokens.weight > 0)
+            weights, mask = rule.gradient_weights(tokens), tokens.weight
             if config.dual_clip is not None:
-                trained &= positive | (ratio < config.dual_clip)
-            found.append((float(lower), float(upper), trained))
+                weights = weights * ((tokens.advantages > 0) | (tokens.ratio < config.dual_clip))
+            found.append((*rule.bounds(tokens), -weights * tokens.advantages * mask / mask.sum()))
         if not rule.needs_tally_first:
             rule.close_update()
     return found
 
 
-def assert_same(found: list[tuple], preset: str) -> None:
+def assert_same(found: list[tuple], name: str) -> None:
     """Whether a framework's (lower, upper, gradient [8, 12]) of every micro-batch are the plain loop's."""
-    for (lower, upper, gradient), (plain_lower, plain_upper, trained) in zip(found, plain_loop(preset), strict=True):
-        assert abs(float(lower) - plain_lower) < 1e-12 and abs(float(upper) - plain_upper) < 1e-12, preset
-        assert torch.equal(gradient != 0, trained), preset
+    has_weights = as_clip_rule(name).has_weights
+    for (*bounds, gradient), (*plain_bounds, plain_gradient) in zip(found, plain_loop(name), strict=True):
+        assert torch.equal(gradient != 0, plain_gradient != 0), name
+        torch.testing.assert_close(gradient, plain_gradient, rtol=1e-5, atol=0, msg=name)
+        for bound, plain in zip(bounds, plain_bounds, strict=True):
+            atol = 1e-12 if plain.dtype == torch.float64 else 1e-6
+            if not has_weights:
+                torch.testing.assert_close(torch.as_tensor(bound), plain, rtol=0, atol=atol, msg=name)

@@ -147,6 +147,54 @@ def assert_ratios_are_against_the_policy_that_generated(
     assert log_ratio[first & (batch["staleness"] > 0)].median() > APART
 
 
+def assert_ratios_are_against_the_policy_that_training_started_from(
+    batch: dict[str, torch.Tensor], policies: Policies, num_first: int
+) -> None:
+    """Assert that each denominator is of the training step's version, and the engine's log-prob of the token's own.
+
+    Args:
+        batch: from `trained_on`; some tokens are stale.
+        policies: the policies of all versions in it.
+        num_first: micro-batches of a rank before the first optimizer step after a broadcast.
+    """
+    mask, version = batch["action_mask"] > 0, batch["version"][:, None].expand_as(batch["versions"])
+    assert torch.equal(batch["staleness"].long(), torch.where(mask, version - batch["versions"], 0))
+    for name, versions, sampled in (("denominators", version, False), ("rollout_log_probs", batch["versions"], True)):
+        for shift in (-1, 0, 1):
+            gap = (policies.log_probs(batch, versions + shift, sampled) - batch[name]).abs()[mask]
+            assert gap.nanmedian() > APART if shift else gap.max() < CLOSE, (name, shift)
+    first = mask & (batch["place"] < num_first)[:, None]
+    assert (batch["log_probs"] - batch["denominators"])[first].abs().max() < CLOSE
+    assert (batch["denominators"] - batch["rollout_log_probs"])[batch["staleness"] > 0].abs().median() > APART
+
+
+def assert_losses_are_weighted(
+    batch: dict[str, torch.Tensor], weights: torch.Tensor, logged: list[dict], num_first: int
+) -> None:
+    """Assert that each update's loss is the clipped surrogate times `weights`, and that metrics are of pi / mu.
+
+    Args:
+        batch: from `trained_on`, of one rank, with the engine's log-probs.
+        weights: [samples, actions].
+        logged: the run's metrics, a dict per training step.
+        num_first: micro-batches in an optimizer step.
+    """
+    mask, advantages = batch["action_mask"] > 0, batch["loss_advantages"]
+    ratio = (batch["log_probs"] - batch["denominators"]).exp()
+    clipped = ratio.clamp(batch["lower"][:, None], batch["upper"][:, None])
+    loss = -torch.where(mask, weights * torch.minimum(ratio * advantages, clipped * advantages), 0.0)
+    behavior_ratio = (batch["log_probs"] - batch["rollout_log_probs"]).exp().double()
+    update = batch["place"] // num_first
+    for version, metrics in zip(batch["version"].unique().tolist(), logged, strict=True):
+        of_step = batch["version"] == version
+        assert abs(metrics["offpolicy/ratio_mean"] - behavior_ratio[of_step][mask[of_step]].mean()) < 1e-5
+        for number in update[of_step].unique():
+            rows = of_step & (update == number)
+            # OpenRLHF divides by the update's tokens, and multiplies by the micro-batches that DeepSpeed averages over.
+            found = sum(batch["loss"][rows & (batch["place"] == place)][0] for place in batch["place"][rows].unique())
+            assert abs(found / num_first - loss[rows].sum() / mask[rows].sum()) < 1e-5, (version, number)
+
+
 def assert_tokens_are_those_trained_on(
     file: Path, batch: dict[str, torch.Tensor], logged: dict[str, float], num_first: int
 ) -> None:

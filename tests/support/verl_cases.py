@@ -1,10 +1,11 @@
-"""BAPO in verl, on its real FSDP engine on the CPU; run by test_verl.py in an environment of verl's own."""
+"""BAPO in verl, on its real FSDP engine on the CPU; run by test_verl.py in verl's environment."""
 
 import inspect
 import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
@@ -43,8 +44,10 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.clip_bounds import tally_contributions
-from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import SteadyBounds
+from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.other_rules import RULES
 from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo
 
 NUM_SAMPLES, NUM_STEPS = 16, 3
@@ -52,7 +55,7 @@ SEARCH = dict(contribution="gradient", positive_contribution_target=0.35)
 SEARCHING = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH)
 
 
-# What the engine would import in every forked process.
+# The engine would import these in every forked process.
 WARM = torch._dynamo, trl.experimental.ppo, verl
 
 
@@ -88,7 +91,7 @@ def make_batch(directory) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def log_probs(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the responses' tokens, [samples, 10], by transformers alone."""
+    """Return the log-probs of the responses' tokens, [samples, 10], by transformers alone."""
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 5:-1]
     return logits.log_softmax(-1).gather(2, batch["responses"][..., None])[..., 0]
 
@@ -99,6 +102,16 @@ def tokens_of(directory, batch, weights: dict[str, torch.Tensor]) -> tuple[torch
     model.load_state_dict(weights)
     ratio = (log_probs(model, batch) - batch["old_log_probs"]).exp()
     return ratio, batch["advantages"], batch["response_mask"]
+
+
+def predicted_of(directory, batch, weights, bounds) -> dict[str, float]:
+    """The metrics of the Entropy-Clip Rule on a batch; verl's dual clip of 3 is always on."""
+    ratio, advantages, mask = tokens_of(directory, batch, weights)
+    behavior, rule = batch["old_log_probs"], EntropyRule()
+    tokens = Tokens(behavior + ratio.log(), behavior, advantages, mask)
+    rule.tally(FixedBounds(float(bounds.lower), float(bounds.upper)), tokens, dual_clip=3.0)
+    rule.close_update()
+    return rule.take_metrics()
 
 
 class Counting(BapoFSDPEngine):
@@ -184,7 +197,7 @@ def batch(directory):
 
 @pytest.fixture(scope="module")
 def steps(directory, batch):
-    """Of one rank, in micro-batches of 4."""
+    """The optimizer steps of one rank, in micro-batches of 4."""
     return on_ranks(1, train, directory, batch, SEARCHING)[0]
 
 
@@ -195,6 +208,10 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(dire
             assert metrics[f"bapo/{name}"] == [pytest.approx(getattr(expected, name).item(), abs=1e-5)]
         assert metrics["bapo/clip_low"] == [pytest.approx(expected.lower.item(), abs=1e-9)]
         assert metrics["bapo/clip_high"] == [pytest.approx(expected.upper.item(), abs=1e-9)]
+        predicted = {name: metrics[name] for name in metrics if name.startswith("entropy/")}
+        assert predicted == {
+            name: [pytest.approx(x, abs=1e-5)] for name, x in predicted_of(directory, batch, weights, expected).items()
+        }
     assert len(set(bounds_of(steps))) > 1  # the search had choices to make
     assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS * NUM_SAMPLES // 4
 
@@ -229,10 +246,12 @@ def test_a_range_of_one_point_is_verls_own_loss_to_the_last_bit(directory, batch
         assert max(ours[0][1]["actor/pg_clipfrac_lower"]) > 0
 
 
-def test_the_share_is_one_of_the_objective_where_each_response_is_a_mean(directory, batch):
-    (steps,) = on_ranks(1, train, directory, batch, SEARCHING, loss_agg_mode="seq-mean-token-mean")
+@pytest.mark.parametrize("loss_agg_mode", ["seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_share_is_one_of_the_objective(directory, batch, loss_agg_mode):
+    (steps,) = on_ranks(1, train, directory, batch, SEARCHING, loss_agg_mode=loss_agg_mode)
     ratio, advantages, mask = tokens_of(directory, batch, steps[0][0])
-    expected = find_clip_bounds(ratio, advantages, mask / mask.sum(1, keepdim=True), ClipConfig(**SEARCH))
+    weight = mask / mask.sum(1, keepdim=True) if loss_agg_mode == "seq-mean-token-mean" else mask
+    expected = find_clip_bounds(ratio, advantages, weight, ClipConfig(**SEARCH))
     assert steps[0][1]["bapo/initial_share"] == [pytest.approx(expected.initial_share.item(), abs=1e-5)]
 
 
@@ -265,6 +284,33 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(
         assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS
 
 
+def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, batch):
+    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", rule="balanced", rule_settings=dict(target=0.9))
+    ranks = on_ranks(2, train, directory, batch, policy_loss)
+    for weights, metrics in ranks[0][:-1]:
+        ratio, advantages, mask = tokens_of(directory, batch, weights)
+        tapered = torch.where(advantages > 0, 1.0, ratio.clamp(max=1.0)) * advantages.abs() * mask
+        scale = float(tapered[advantages > 0].sum() / tapered[advantages < 0].sum()) / 9
+        assert scale < 1 and metrics["bapo/negative_weight"] == [pytest.approx(scale, rel=1e-4)]
+        assert metrics["bapo/positive_share"] == [pytest.approx(0.9, abs=1e-4)]
+        assert len(metrics["actor/ppo_kl"]) == 2 and all(metrics["actor/ppo_kl"])  # against the old policy
+    assert ranks[0][-1][1]["num_forwards"] == 2 * 2 * NUM_STEPS
+    assert any(not torch.equal(ranks[0][0][0][name], ranks[0][-1][0][name]) for name in ranks[0][0][0])
+
+
+def test_divergence_has_the_gradient_of_verls_own_dppo():
+    found = []
+    threshold = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)  # verl caps the ratio too
+    for tokens in (each for update in presets.make_updates() for each in update):
+        log_probs = tokens["log_probs"].requires_grad_()
+        arguments = tokens["old_log_probs"], log_probs, tokens["advantages"], tokens["mask"]
+        actor = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, **threshold)
+        core_algos.compute_policy_loss_dppo_tv(*arguments, config=actor)[0].backward()
+        found.append(log_probs.grad)
+    for gradient, (*_, expected) in zip(found, presets.plain_loop("divergence"), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-8)
+
+
 def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "python").chmod(0o755)
@@ -287,6 +333,18 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
         (dict(loss_mode="vanilla"), "policy_loss.loss_mode 'vanilla' is not allowed"),
         (dict(loss_mode="bapo", scope="rank"), "scope 'rank' is not allowed"),
         (dict(loss_mode="bapo", preset="mine"), "preset 'mine' is unknown"),
+        (dict(loss_mode="bapo", rule="mine"), "policy_loss.rule 'mine' is unknown; allowed: m2, .*balanced"),
+        (dict(loss_mode="bapo", rule="topr", preset="paper"), "policy_loss.rule 'topr' is allowed only without preset"),
+        (dict(loss_mode="bapo", rule="topr", search=SEARCH), "policy_loss.rule 'topr' is allowed only without preset"),
+        (
+            dict(loss_mode="bapo", rule="topr", rule_settings=dict(budget=1.0)),
+            "policy_loss.rule_settings 'budget' is unknown with rule topr; allowed: level",
+        ),
+        (dict(loss_mode="bapo", rule="m2", rule_settings=dict(budget=0.0)), "budget 0.0 is not allowed"),
+        (
+            dict(loss_mode="bapo", rule_settings=dict(budget=1.0)),
+            "rule_settings .*not allowed without rule",
+        ),
         (dict(loss_mode="bapo", search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
     ],
 )
@@ -303,6 +361,11 @@ def test_a_preset_sets_its_scope_and_smoothing_too(preset, scope, half_life):
     config = BapoPolicyLossConfig(loss_mode="bapo", preset=preset).update.rule.config
     assert config.scope == scope
     assert (config.smoothing and config.smoothing.half_life) == half_life
+
+
+def test_a_scope_is_taken_in_place_of_the_presets():
+    rule = BapoPolicyLossConfig(loss_mode="bapo", preset="paper", scope="micro_batch").update.rule
+    assert rule.config == replace(ClipConfig.preset("paper"), scope="micro_batch")
 
 
 def test_the_search_takes_a_ratio_as_verls_loss_does_between_e_to_the_minus_20_and_e_to_the_20():
@@ -371,10 +434,10 @@ def loss_of(rank, log_probs, old_log_probs, advantages, mask):
 
 
 def presets_of(rank) -> dict[str, list[tuple]]:
-    """(lower, upper, gradient) of every micro-batch of `presets.make_updates()`, by preset."""
-    found = {preset: [] for preset in PRESETS}
-    for preset in PRESETS:
-        policy_loss = BapoPolicyLossConfig(loss_mode="bapo", preset=preset)
+    """(lower, upper, gradient) of every micro-batch of `presets.make_updates()`, by preset and by other rule."""
+    found = {name: [] for name in presets.NAMES}
+    for name in presets.NAMES:
+        policy_loss = BapoPolicyLossConfig(loss_mode="bapo", **{"rule" if name in RULES else "preset": name})
         actor = FSDPActorConfig(
             strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, clip_ratio_c=1e6
         )
@@ -390,7 +453,7 @@ def presets_of(rank) -> dict[str, list[tuple]]:
                 running.close()
             for part in parts:
                 compute_policy_loss_bapo(*part, config=actor)[0].backward()
-                found[preset].append((float(1 - actor.clip_ratio_low), float(1 + actor.clip_ratio_high), part[1].grad))
+                found[name].append((1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high, part[1].grad))
             if not running.rule.needs_tally_first:
                 running.close()
     return found

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import os
 from types import SimpleNamespace
 
 import torch
@@ -42,6 +43,20 @@ from verl.utils import distributed  # noqa: E402
 distributed.initialize_global_process_group_ray = functools.partial(
     distributed.initialize_global_process_group_ray, backend="gloo"
 )
+
+# verl chooses the ranks' port before it starts their processes, which takes 20 s. Of the ports that the system gives to
+# whoever asks for one, another program could get it in the meantime.
+from verl.single_controller.ray import base  # noqa: E402
+
+_choose_port = base.RayWorkerGroup._get_master_addr_port
+
+
+def _choose_port_that_none_is_given(group, placement, bundle_index=0, master_port_range=None):
+    first = 10_000 + os.getpid() % 20_000  # the system gives ports from 32,768
+    return _choose_port(group, placement, bundle_index, [first, 32_000])
+
+
+base.RayWorkerGroup._get_master_addr_port = _choose_port_that_none_is_given
 
 # verl asks for the version of the package vllm, but the CPU build has another name.
 _version = importlib.metadata.version

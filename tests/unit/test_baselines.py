@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 
+from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.openrlhf.trainer import lengths_by_sign
 
 SCRIPTS = ("qwen32b", "qwen7b", "octothinker3b", "async_partial", "partial")
@@ -28,7 +29,7 @@ def script(name: str, **environment) -> subprocess.CompletedProcess:
 
 
 def arguments(name: str, **environment):
-    """What a recipe would train with."""
+    """Return the arguments that a recipe would train with."""
     return pipeline.parse(shlex.split(script(name, DRY_RUN="command", **environment).stdout)[2:])
 
 
@@ -52,6 +53,20 @@ def test_a_fixed_baseline_is_openrlhfs_loss_at_its_bounds_against_bapos_ratio(re
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
+@pytest.mark.parametrize(("method", "level"), [("stock", "off"), ("stock_is", "token")])
+def test_stock_is_openrlhfs_loss_against_its_own_denominator_and_stock_is_with_its_own_correction(
+    recipe, method, level
+):
+    args, grpo = arguments(recipe, METHOD=method), arguments(recipe, METHOD="grpo")
+    assert args.offpolicy.ratio_base == "recomputed"
+    correction = args.algo.advantage
+    assert (correction.is_correction_level, correction.is_correction_mode) == (level, "mask")
+    assert (correction.is_correction_gating, correction.is_correction_threshold) == ("ratio", [0.5, 5.0])
+    args.offpolicy.ratio_base, correction.is_correction_level = grpo.offpolicy.ratio_base, "off"
+    assert args == grpo
+
+
+@pytest.mark.parametrize("recipe", SCRIPTS)
 def test_bapo_and_bapo_gradient_differ_in_the_contribution_alone(recipe):
     default, bapo, gradient = (
         arguments(recipe, **env) for env in ({}, {"METHOD": "bapo"}, {"METHOD": "bapo_gradient"})
@@ -60,6 +75,14 @@ def test_bapo_and_bapo_gradient_differ_in_the_contribution_alone(recipe):
     assert (bapo.bapo.contribution, gradient.bapo.contribution) == ("surrogate", "gradient")
     gradient.bapo.contribution = "surrogate"
     assert gradient == bapo
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_another_rule_is_its_policy_loss_with_the_classs_settings(method):
+    args = arguments("qwen7b", METHOD=method)
+    assert args.policy_loss == method and vars(getattr(args, method)) == default_settings(method)
+    assert args.actor.entropy_coef == 0
+    assert args.offpolicy.ratio_base == arguments("qwen7b").offpolicy.ratio_base
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
@@ -72,7 +95,11 @@ def test_updates_and_epochs_make_the_papers_staleness(recipe):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (dict(METHOD="dapo"), "METHOD=dapo: allowed: grpo, clip_higher, static, bapo, bapo_gradient\n"),
+        (
+            dict(METHOD="dapo"),
+            "METHOD=dapo: allowed: grpo, clip_higher, static, stock, stock_is, bapo, bapo_gradient, m2, divergence, "
+            "topr, balanced\n",
+        ),
         (dict(UPDATES=7), "UPDATES=7: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
         (dict(UPDATES=0), "UPDATES=0: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
     ],
@@ -122,7 +149,7 @@ def share(some_tokens: list, lower: float, upper: float, contribution: str) -> f
 
 
 def train(directory, samples_by_rank: list, **flags) -> dict:
-    """What the first rank reports of one training step."""
+    """Return the first rank's report of one training step."""
     return train_steps(directory, samples_by_rank, 1, **flags)[0]
 
 

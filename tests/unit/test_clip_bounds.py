@@ -25,7 +25,7 @@ from openrlhf_bapo import (
     tally_contributions,
 )
 from openrlhf_bapo.core import clip_bounds, cpu_tally
-from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -38,7 +38,13 @@ def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
     return True
 
 
+# (ratio, advantage, weight), on both sides of every bound of ClipConfig().
+OUTSIDE = [(0.2, -2.0, 0.25), (0.4, -1.0, 1.0), (0.95, -0.6, 1.0), (1.1, 0.7, 0.5), (2.52, 1.0, 1.0), (3.5, 0.3, 1.0)]
+
+
 @given(tokens(), clip_configs())
+@example(OUTSIDE, ClipConfig(positive_contribution_target=0.99))
+@example(OUTSIDE, ClipConfig(positive_contribution_target=0.99, contribution="gradient"))
 def test_agrees_with_a_plain_loop_over_the_path(token_list, config):
     assume(not near_a_decision(token_list, config, 1e-9))
     found, expected = find_clip_bounds(*as_tensors(token_list), config), search(token_list, config)
@@ -58,6 +64,7 @@ def test_no_bound_on_the_path_lies_outside_its_range(config):
 
 
 @given(tokens(), clip_configs())
+@example(OUTSIDE, ClipConfig())
 def test_clip_fractions_count_the_tokens_outside_the_bounds(token_list, config):
     found = find_clip_bounds(*as_tensors(token_list), config)
     for sign, fraction, outside in (
@@ -136,6 +143,14 @@ def test_without_an_active_token_the_start_is_kept_and_counts_as_reached(config,
     assert (float(found.lower), float(found.upper)) == (config.ratio_lower_start, config.ratio_upper_start)
 
 
+@pytest.mark.parametrize(("token", "reached"), [((1.5, 1.0, 1.0), True), ((0.7, -1.0, 1.0), False)])
+def test_there_is_nothing_to_balance_only_if_no_token_has_a_gradient_at_the_start(token, reached):
+    config = ClipConfig(contribution="gradient")
+    found, point = find_clip_bounds(*as_tensors([token]), config), 0 if reached else -1
+    assert bool(found.reached) == reached
+    assert (float(found.lower), float(found.upper)) == (config.lower_grid()[point], config.upper_grid()[point])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
 def test_a_ratio_on_any_bound_of_the_grid_is_inside_it_and_the_next_number_beyond_is_not(dtype, contribution):
@@ -198,13 +213,15 @@ def test_a_tally_is_made_and_solved_without_reading_a_value_on_the_host():
 
 
 @pytest.mark.parametrize("name", ["lower", "upper", "positive_share", "initial_share", "clip_frac_positive"])
-def test_results_are_float64_scalars_without_a_gradient(name):
-    ratio = torch.rand(2, 3, requires_grad=True)
-    found = find_clip_bounds(ratio, torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), ClipConfig())
+@pytest.mark.parametrize("few_tokens", [0, clip_bounds._FEW_TOKENS], ids=["on a CPU", "general"])
+def test_results_are_float64_scalars_without_a_gradient(name, few_tokens, monkeypatch):
+    monkeypatch.setattr(clip_bounds, "_FEW_TOKENS", few_tokens)
+    ratio = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    found = find_clip_bounds(ratio, torch.randn(6), torch.ones(6, dtype=torch.bool), ClipConfig())
     value = getattr(found, name)
     assert value.shape == () and value.dtype == torch.float64 and not value.requires_grad
     assert found.reached.dtype == torch.bool
-    tally = tally_contributions(ratio, torch.randn(2, 3), torch.ones(2, 3), ClipConfig())
+    tally = tally_contributions(ratio, torch.randn(6), torch.ones(6), ClipConfig())
     assert not tally.sums.requires_grad
     found = solve_clip_bounds(ContributionTally(tally.sums.requires_grad_()), ClipConfig())
     assert not getattr(found, name).requires_grad
@@ -258,6 +275,15 @@ def test_a_tally_on_a_cpu_has_the_sums_of_the_general_one(token_list, config, dt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_tally, "_BLOCK_TOKENS", num_a_block)
         assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
+
+
+@pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_tally_on_a_cpu_sorts_ratios_on_every_bound_and_beside_it_as_the_general_one(dtype, config):
+    bounds = torch.tensor(config.lower_grid() + config.upper_grid(), dtype=dtype)
+    ratio = torch.cat([bounds, *(torch.nextafter(bounds, torch.tensor(end, dtype=dtype)) for end in (0.0, 1e4))])
+    advantages = torch.cat([torch.ones_like(ratio), -torch.ones_like(ratio)])
+    assert_the_cpus_tally_is_the_general_one(ratio.repeat(2), advantages, torch.ones_like(advantages), config)
 
 
 @pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
@@ -337,6 +363,7 @@ def test_released_walks_lower_first_and_compares_p_over_n():
         (dict(ratio_upper_step=1.7985e-3), "ratio_upper_step 0.0017985 .*at least 0.0018"),
         (dict(ratio_lower_max=0.6, ratio_lower_step=0.0), "ratio_lower_step 0.0 .*above 0"),
         (dict(ratio_upper_max=1.2, ratio_upper_step=-0.1), "ratio_upper_step -0.1 .*above 0"),
+        (dict(scope="micro_batch", smoothing=SmoothingConfig(2.0)), "scope 'micro_batch' .*with smoothing"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
@@ -351,6 +378,7 @@ def test_settings_at_the_edge_of_what_is_allowed_are_taken():
         dict(ratio_lower_start=1e-9),
         dict(ratio_lower_start=0.5, ratio_lower_max=1.0, ratio_lower_step=0.5 / 1000),
         dict(ratio_upper_start=1.0, ratio_upper_max=2.0, ratio_upper_step=1 / 1000),
+        dict(smoothing=SmoothingConfig(2.0, start=(0.6, ClipConfig().upper_grid()[-1]))),
     ):
         config = ClipConfig(**settings)
         assert len(config.path()) == len(config.lower_grid()) + len(config.upper_grid()) - 1

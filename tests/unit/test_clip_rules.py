@@ -1,5 +1,6 @@
 """Clip rules: what all of them promise, and that a preset is the same rule in every framework."""
 
+import math
 from dataclasses import astuple
 from functools import partial
 
@@ -15,8 +16,7 @@ from trl import GRPOTrainer
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally, find_clip_bounds, tally_at_bounds
-from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.core.clip_bounds import find_clip_bounds
 from openrlhf_bapo.core.clip_rules import (
     ClipRule,
     FixedBounds,
@@ -27,6 +27,13 @@ from openrlhf_bapo.core.clip_rules import (
     importance_ratio,
     share_weights,
 )
+from openrlhf_bapo.core.other_rules import (
+    BalancedWeights,
+    DivergenceBounds,
+    SecondMomentBounds,
+    TaperedWeights,
+    as_clip_rule,
+)
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 RULES = {
@@ -34,14 +41,32 @@ RULES = {
     "searched": SearchedBounds,
     "steady": partial(SteadyBounds, smoothing=SmoothingConfig(2.0)),
     "steady by tally": partial(SteadyBounds, smoothing=SmoothingConfig(2.0, of="tally")),
+    "m2": lambda _: SecondMomentBounds(),
+    "m2 averaged": lambda _: SecondMomentBounds(half_life=2.0),
+    "divergence": lambda _: DivergenceBounds(),
+    "topr": lambda _: TaperedWeights(),
+    "balanced": lambda _: BalancedWeights(),
+    "balanced averaged": lambda _: BalancedWeights(half_life=2.0, level="sequence"),
 }
 of_every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 updates = st.lists(tokens(min_size=1, max_size=12), min_size=1, max_size=4)
 
 
 def as_tokens(token_list) -> Tokens:
-    ratio, advantages, weight = as_tensors(token_list)
-    return Tokens(ratio.log(), torch.zeros_like(ratio), advantages, weight)
+    """Each token is a response of one token, [num_tokens, 1], with a probability at rollout that is its own."""
+    ratio, advantages, weight = (x[:, None] for x in as_tensors(token_list))
+    behavior_log_probs = -advantages.abs() / 4
+    return Tokens(behavior_log_probs + ratio.log(), behavior_log_probs, advantages, weight)
+
+
+def random_tokens(dtype=torch.float64) -> Tokens:
+    """Two responses of each sign, [4, 12], of up to 12 tokens, with ratios on both sides of every bound."""
+    generator = torch.Generator().manual_seed(0)
+    behavior = -2 * torch.rand(4, 12, generator=generator, dtype=torch.float64)
+    log_probs = behavior + 0.7 * torch.randn(4, 12, generator=generator, dtype=torch.float64)
+    advantages = torch.tensor([[0.5], [1.0], [-2.0], [-0.25]], dtype=torch.float64).expand(4, 12)
+    mask = torch.arange(12) < torch.tensor([[12], [3], [7], [10]])
+    return Tokens(log_probs.to(dtype), behavior.to(dtype), advantages.to(dtype), mask)
 
 
 def closed(rule: ClipRule, *micro_batches) -> UpdateBounds:
@@ -54,6 +79,10 @@ def bounds_of(rule: ClipRule) -> tuple[float, float]:
     return float(rule.lower), float(rule.upper)
 
 
+def assert_same_state(rule: ClipRule, other: ClipRule, rtol: float = 0.0, atol: float = 0.0) -> None:
+    torch.testing.assert_close(rule.state_dict(), other.state_dict(), rtol=rtol, atol=atol, equal_nan=True)
+
+
 @of_every_rule
 @given(updates, clip_configs(), st.data())
 def test_a_rule_gives_the_same_bounds_and_metrics_however_its_updates_are_split(make, stream, config, data):
@@ -61,7 +90,7 @@ def test_a_rule_gives_the_same_bounds_and_metrics_however_its_updates_are_split(
     for token_list in stream:
         cut = data.draw(st.integers(0, len(token_list)))
         results = [closed(whole, token_list), closed(split, token_list[:cut], token_list[cut:])]
-        assert bounds_of(whole) == pytest.approx(bounds_of(split), abs=1e-12)
+        assert_same_state(whole, split, rtol=1e-9, atol=1e-12)
         by_whole, by_split = (bounds_metrics([update]) for update in results)
         assert by_whole == pytest.approx(by_split, rel=1e-9, abs=1e-12, nan_ok=True)
 
@@ -74,11 +103,11 @@ def test_a_rule_whose_state_was_saved_goes_on_as_the_unbroken_one(make, stream, 
     for token_list in stream[:cut]:
         closed(unbroken, token_list)
     resumed.load_state_dict({name: value.clone() for name, value in unbroken.state_dict().items()})
-    assert bounds_of(resumed) == bounds_of(unbroken)
+    assert_same_state(resumed, unbroken)
     for token_list in stream[cut:]:
-        closed(unbroken, token_list)
-        closed(resumed, token_list)
-        assert bounds_of(resumed) == bounds_of(unbroken)
+        used = [bounds_metrics([closed(rule, token_list)]) for rule in (unbroken, resumed)]
+        assert used[0] == pytest.approx(used[1], rel=0, abs=0, nan_ok=True)
+        assert_same_state(resumed, unbroken)
 
 
 @of_every_rule
@@ -102,6 +131,53 @@ def test_an_update_is_closed_with_the_tally_that_the_ranks_have_together(make):
     ranked.tally(as_tokens(one))
     found = ranked.close_update(lambda tally: tally + of_other._sums)
     assert bounds_metrics([found]) == pytest.approx(bounds_metrics([expected]))
+
+
+@of_every_rule
+def test_values_under_a_mask_of_0_may_be_anything(make):
+    clean = random_tokens()
+    active = clean.weight > 0
+    garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e300]).repeat(12).view(4, 12)
+    columns = (clean.log_probs, clean.behavior_log_probs, clean.advantages)
+    dirty = Tokens(*(torch.where(active, x, garbage.roll(i)) for i, x in enumerate(columns)), clean.weight)
+    rules, metrics = [make(ClipConfig()), make(ClipConfig())], []
+    for rule, tokens_ in zip(rules, (clean, dirty), strict=True):
+        rule.tally(tokens_)
+        metrics.append(bounds_metrics([rule.close_update()]))
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-12, nan_ok=True)
+    found = [rule.gradient_weights(x)[active] for rule, x in zip(rules, (clean, dirty), strict=True)]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+
+
+@of_every_rule
+def test_float32_tokens_give_the_bounds_and_weights_of_float64(make):
+    rules, found = [make(ClipConfig()), make(ClipConfig())], []
+    for rule, dtype in zip(rules, (torch.float64, torch.float32), strict=True):
+        tokens_ = random_tokens(dtype)
+        rule.tally(tokens_)
+        metrics = bounds_metrics([rule.close_update()])
+        assert rule.gradient_weights(tokens_).dtype == dtype
+        found.append((metrics, rule.gradient_weights(tokens_).double()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5, nan_ok=True)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=0)
+    assert_same_state(*rules, rtol=1e-5)
+
+
+@of_every_rule
+@pytest.mark.parametrize("token_level_loss", [True, False])
+def test_gradient_weights_are_the_gradient_of_openrlhfs_loss(make, token_level_loss):
+    tokens_ = random_tokens()
+    loss = BapoPolicyLoss(rule=make(ClipConfig()), token_level_loss=token_level_loss)
+    log_probs = tokens_.log_probs.clone().requires_grad_()
+    for _ in range(2):  # a rule that follows earlier updates has bounds or weights in the second
+        log_probs.grad = None
+        loss(log_probs, tokens_.behavior_log_probs, tokens_.advantages, tokens_.weight)[0].backward()
+        expected = -loss.rule.gradient_weights(tokens_) * tokens_.advantages
+        per_response = tokens_.weight / tokens_.weight.sum(1, keepdim=True) / len(log_probs)
+        expected = expected * (tokens_.weight / tokens_.weight.sum() if token_level_loss else per_response)
+        torch.testing.assert_close(log_probs.grad, expected, rtol=1e-6, atol=0)
+        loss.close_update()
+    assert not torch.equal(expected, -tokens_.ratio * tokens_.advantages * per_response)
 
 
 @given(tokens(min_size=1), clip_configs())
@@ -132,10 +208,16 @@ def test_steady_bounds_without_smoothing_are_refused():
 
 
 @of_every_rule
-def test_only_fixed_bounds_do_not_search(make):
+def test_a_rule_says_whether_it_solves_for_its_bounds_and_whether_they_follow_earlier_updates(make):
     rule = make(ClipConfig())
-    assert rule.searches == (not isinstance(rule, FixedBounds))
-    assert (closed(rule, [(1.1, 1.0, 1.0)]).found is not None) == rule.searches
+    assert rule.searches == (not isinstance(rule, FixedBounds | DivergenceBounds | TaperedWeights))
+    assert (closed(rule, [(1.1, 1.0, 1.0)]).found is not None) == isinstance(rule, SearchedBounds | SteadyBounds)
+    for ratio in (0.2, 3.0):
+        closed(rule, [(ratio, 1.0, 1.0), (ratio, -1.5, 1.0)])
+    before, after = make(ClipConfig()).state_dict(), rule.state_dict()
+    has_changed = before.keys() != after.keys() or any(before[name] != after[name] for name in before)
+    assert has_changed == (rule.follows_updates or rule.needs_tally_first)
+    assert not (rule.follows_updates and rule.needs_tally_first)
 
 
 @pytest.mark.parametrize("bounds", [(1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
@@ -161,12 +243,12 @@ def test_a_tokens_weight_in_a_share_is_its_weight_in_the_loss_and_one_for_a_rati
 # ---- In the frameworks ----
 
 
-def in_openrlhf(preset: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    config, found = ClipConfig.preset(preset), []
-    loss = BapoPolicyLoss(clip_config=config, dual_clip=config.dual_clip)
+def in_openrlhf(name: str) -> list[tuple]:
+    rule, found = as_clip_rule(name), []
+    loss = BapoPolicyLoss(rule=rule, dual_clip=rule.config.dual_clip)
     for update in presets.make_updates():
         loss.search_in_each_call()
-        if loss.rule.needs_tally_first and config.scope == "update":
+        if rule.needs_tally_first and rule.config.scope == "update":
             for each in update:
                 loss.tally(*each.values())
         loss.close_update()
@@ -205,68 +287,37 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("clip_rules"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_has_the_plain_loops_bounds_and_clipped_tokens_in_openrlhf(preset):
-    presets.assert_same(in_openrlhf(preset), preset)
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_a_rule_has_the_plain_loops_bounds_and_gradient_in_openrlhf(name):
+    presets.assert_same(in_openrlhf(name), name)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("given", [str, ClipConfig.preset], ids=["name", "config"])
-def test_a_preset_has_the_plain_loops_bounds_and_clipped_tokens_in_trl(preset, given, directory, monkeypatch):
-    overrides = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=2)
-    trainer = BapoGRPOTrainer(**arguments(directory, **overrides), bapo=given(preset))
-    presets.assert_same(in_trl(trainer, monkeypatch), preset)
+TWO_MICRO_BATCHES = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=2)
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_a_rule_has_the_plain_loops_bounds_and_gradient_in_trl(name, directory, monkeypatch):
+    trainer = BapoGRPOTrainer(**arguments(directory, **TWO_MICRO_BATCHES), bapo=name)
+    presets.assert_same(in_trl(trainer, monkeypatch), name)
+
+
+def test_a_rule_is_given_to_trl_by_its_name_its_settings_or_itself(directory):
+    trainers = arguments(directory, **TWO_MICRO_BATCHES)
+    assert BapoGRPOTrainer(**trainers, bapo=ClipConfig.preset("paper")).clip_rule.config == ClipConfig.preset("paper")
+    rule = BalancedWeights(half_life=5.0)
+    assert BapoGRPOTrainer(**trainers, bapo=rule).clip_rule is rule
+    assert BapoGRPOTrainer(**trainers, bapo="topr").clip_rule.level == "sequence"
+    with pytest.raises(ValueError, match=r"clip rule 'mine' is unknown; allowed: readme, .*, m2, .*, balanced"):
+        BapoGRPOTrainer(**trainers, bapo="mine")
 
 
 def test_the_released_recipe_counts_tokens_in_trl_where_the_loss_is_a_mean_of_each_response(directory, monkeypatch):
-    overrides = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=2)
-    trainer = BapoGRPOTrainer(**arguments(directory, **overrides, loss_type="grpo"), bapo="released")
-    presets.assert_same(in_trl(trainer, monkeypatch), "released")
+    trainer = BapoGRPOTrainer(**arguments(directory, **TWO_MICRO_BATCHES, loss_type="grpo"), bapo="released")
+    for (*_, gradient), (*_, plain) in zip(in_trl(trainer, monkeypatch), presets.plain_loop("released"), strict=True):
+        assert torch.equal(gradient != 0, plain != 0)
     shares = []
     for each in (each for update in presets.make_updates() for each in update):
         ratio = importance_ratio(each["log_probs"], each["old_log_probs"])
         found = find_clip_bounds(ratio, each["advantages"], each["mask"], ClipConfig.preset("released"))
         shares.append(found.initial_share.item())
     assert trainer._metrics["train"]["bapo/initial_share"] == pytest.approx(shares)
-
-
-class BoundsPerToken(ClipRule):
-    """Bounds that depend on each token's probability at rollout."""
-
-    searches = False
-
-    def __init__(self) -> None:
-        self.config = ClipConfig()
-        self.lower, self.upper = torch.tensor([0.9, 1.1], dtype=torch.float64).unbind()
-
-    def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        room = 0.2 / tokens.behavior_log_probs.exp()
-        return 1 - room, 1 + room
-
-    def _tally(self, ratio, advantages, mask) -> ContributionTally:
-        return tally_at_bounds(ratio, advantages, mask, self.lower, self.upper)
-
-    def _update(self, tally: ContributionTally) -> UpdateBounds:
-        raise NotImplementedError
-
-
-def test_a_rule_with_bounds_per_token_clips_in_openrlhfs_loss_and_in_trls(directory, monkeypatch):
-    trained = []
-    for update in presets.make_updates():
-        for each in update:
-            probability, behavior = each["log_probs"].exp(), each["old_log_probs"].exp()
-            clipped = torch.where(each["advantages"] > 0, probability - behavior > 0.2, behavior - probability > 0.2)
-            trained.append(~clipped & (each["mask"] > 0))
-    loss = BapoPolicyLoss(rule=BoundsPerToken())
-    for each, expected in zip((each for update in presets.make_updates() for each in update), trained, strict=True):
-        log_probs = each["log_probs"].requires_grad_()
-        loss(log_probs, *list(each.values())[1:])[0].backward()
-        assert torch.equal(log_probs.grad != 0, expected)
-    overrides = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, steps_per_generation=2)
-    trainer = BapoGRPOTrainer(**arguments(directory, **overrides), bapo="readme")
-    trainer.clip_rule = BoundsPerToken()
-    monkeypatch.setattr(trainer, "_close_update", lambda: None)
-    assert all(
-        torch.equal(gradient != 0, expected)
-        for (_, _, gradient), expected in zip(in_trl(trainer, monkeypatch), trained, strict=True)
-    )

@@ -51,6 +51,22 @@ CALLABLES = [
     ),
     (
         "openrlhf.trainer.ppo_utils.experience_maker",
+        "RemoteExperienceMaker._dispatch_forward",
+        ["self", "group", "sync_condition"],
+    ),
+    (
+        "openrlhf.trainer.ppo_utils.experience_maker",
+        "RemoteExperienceMaker._flatten_results",
+        ["self", "refs", "duplicate_factor"],
+    ),
+    (
+        "openrlhf.utils.seqlen_balancing",
+        "get_minimum_num_micro_batch_size",
+        ["total_lengths", "max_tokens_per_gpu", "ring_attn_size", "ds_tensor_parallel_size"],
+    ),
+    ("openrlhf.models.utils", "masked_mean", ["tensor", "mask", "dim"]),
+    (
+        "openrlhf.trainer.ppo_utils.experience_maker",
         "RemoteExperienceMaker.make_experience_batch",
         ["self", "rollout_samples"],
     ),

@@ -175,24 +175,42 @@ def test_under_a_token_budget_only_tokens_of_older_versions_have_the_engines_den
     assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
 
 
+def test_with_ratio_base_recomputed_the_denominator_of_stale_tokens_is_the_actors_too(tmp_path):
+    for stale in (dict(offpolicy__lag=2), dict(partial__token_budget=9), dict(train__async_enable=True)):
+        maker = make_maker(tmp_path, policy_loss="ppo", offpolicy__ratio_base="recomputed", **stale)
+        publish(maker, 3)
+        experience = experience_of(maker, RESPONSES)
+        assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
+        assert tokens_of(experience, "rollout_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
+        assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
+
+
 def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
     from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
 
     maker = make_maker(tmp_path, partial__token_budget=9)
     unfinished = object()
     samples = generated(maker, [pipeline.response(2, float(n % 2), log_prob=-0.5) for n in range(16)])
-    maker.make_experience_batch(RolloutSamples(samples, unfinished, {"partial/taken": 4.0}))
+    maker.make_experience_batch(RolloutSamples(samples, {"partial/taken": 4.0}, unfinished))
     assert maker.unfinished is unfinished
     assert maker.metrics()["partial/taken"] == 4 and "partial/taken" not in maker.metrics()
 
 
-def test_an_agent_without_log_probs_is_refused_only_if_they_are_the_denominator(tmp_path):
-    maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
-    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs.*ratio_base rollout"):
+def test_an_agent_without_log_probs_is_refused_only_if_the_ratio_or_its_correction_needs_them(tmp_path):
+    asynchronous = dict(policy_loss="ppo", train__async_enable=True)
+    for flags in (
+        dict(offpolicy__ratio_base="rollout"),
+        dict(algo__advantage__is_correction_level="token"),
+        dict(partial__token_budget=9),
+        asynchronous,
+    ):
+        maker = make_maker(tmp_path, **flags)
+        with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs.*ratio_base re"):
+            experience_of(maker, [pipeline.response(3)] * 3)
+    for flags in (dict(), asynchronous | dict(offpolicy__ratio_base="recomputed")):
+        maker = make_maker(tmp_path, **flags)
         experience_of(maker, [pipeline.response(3)] * 3)
-    maker = make_maker(tmp_path)
-    experience_of(maker, [pipeline.response(3)] * 3)
-    assert maker.metrics() == {"offpolicy/mixed_versions": 0}
+        assert maker.metrics() == {"offpolicy/mixed_versions": 0}
 
 
 def test_without_fresh_tokens_no_engine_mismatch_is_logged(tmp_path):
@@ -320,6 +338,85 @@ def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_step
     (batch,) = maker.make_experience_batch(rollout(maker, num_prompts=num_fresh))
     assert len(batch.sequences) == (num_fresh + num_replayed) * NUM_SAMPLES
     assert maker.metrics()["replay/groups_sampled"] == num_replayed
+
+
+class ActorsOfVersion(Actors):
+    """The same, whose log-probs fall with every version; notes the shapes of the batches of each call."""
+
+    def __init__(self, maker) -> None:
+        self.maker, self.calls = maker, []
+
+    def async_run_method_batch(self, method_name: str, **batches) -> list:
+        self.calls.append([tuple(sequences.shape) for sequences in batches["sequences"]])
+        (found,) = super().async_run_method_batch(method_name, **batches)
+        return [[log_probs - self.maker.policy_version for log_probs in found]]
+
+
+def decoupled_maker(directory, **flags):
+    maker = make_maker(directory, offpolicy__objective="decoupled", **flags)
+    maker.actor_model_group = ActorsOfVersion(maker)
+    return maker
+
+
+def scored_rollout(maker, version: int) -> list:
+    """A rollout with log-probs of the engine that tell the versions apart."""
+    responses = [pipeline.response(n, float(n), version, log_prob=-0.5 - version / 100) for n in range(1, 5)]
+    return [sample for _ in range(4) for sample in generated(maker, responses)]
+
+
+@pytest.mark.parametrize(
+    "stale", [dict(), dict(train__async_enable=True), dict(offpolicy__lag=2), dict(partial__token_budget=9)], ids=str
+)
+def test_decoupled_takes_the_actors_log_probs_for_tokens_of_any_version_and_keeps_the_engines(tmp_path, stale):
+    maker = decoupled_maker(tmp_path, **stale)
+    publish(maker, 3)
+    experience = experience_of(maker, RESPONSES)
+    assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 - 3 for token in TOKENS])
+    assert tokens_of(experience, "rollout_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
+    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs"):
+        experience_of(maker, [pipeline.response(3)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_batches"),
+    [
+        (dict(rollout__micro_batch_size=3), 6),  # of 16 samples
+        (dict(rollout__micro_batch_size=16, actor__num_gpus_per_node=2, rollout__batch_size=8), 2),
+        (dict(train__dynamic_batch_enable=True, rollout__max_tokens_per_gpu=16), 5),  # of 72 tokens
+    ],
+    ids=str,
+)
+def test_decoupled_recomputes_the_denominators_of_replayed_samples_with_the_current_weights(
+    tmp_path, flags, num_batches
+):
+    maker = decoupled_maker(tmp_path, replay__ratio=1, **flags)
+    maker.make_experience_batch(scored_rollout(maker, 0))
+    kept = [sample for group in maker.pool._groups.values() for sample in group.samples]
+    assert all(set(sample["behavior_log_probs"][sample["action_mask"]].tolist()) == {-0.5} for sample in kept)
+    publish(maker, 2)
+    maker.actor_model_group.calls.clear()
+    samples = joined(maker.make_experience_batch(scored_rollout(maker, 2)))
+    assert len(samples) == 32
+    for sample in samples:
+        tokens = sample.sequences[1:][sample.action_mask > 0]
+        assert torch.equal(sample.action_log_probs[sample.action_mask > 0], -tokens.float() / 100 - 2)
+        (engines,) = set(tokens_of(sample, "rollout_log_probs"))
+        assert engines == pytest.approx(-0.5 if tokens_of(sample, "staleness")[0] == 2 else -0.52)
+    assert sum(tokens_of(sample, "staleness")[0] == 2 for sample in samples) == 16
+    _, replayed = maker.actor_model_group.calls  # one pass over the fresh samples, one over the others
+    assert len(replayed) == num_batches and sum(size for size, _ in replayed) == 16
+
+
+def test_decoupled_gives_every_rank_a_batch_of_a_single_replayed_group(tmp_path):
+    eight = dict(actor__num_gpus_per_node=8, rollout__micro_batch_size=2, train__batch_size=16)
+    maker = decoupled_maker(tmp_path, replay__ratio=1, **eight)
+    maker.make_experience_batch(scored_rollout(maker, 0))
+    group = [maker._from_pool(sample) for sample in next(iter(maker.pool._groups.values())).samples]
+    publish(maker, 1)
+    maker.actor_model_group.calls.clear()
+    maker._recompute_denominators(group, 8)
+    assert [size for size, _ in maker.actor_model_group.calls[0]] == [1] * 8
+    assert all(tokens_of(sample, "action_log_probs")[0] == pytest.approx(-1.06) for sample in group)
 
 
 def test_only_names_that_the_reward_logs_for_all_samples_are_logged(tmp_path):

@@ -18,7 +18,7 @@ from openrlhf_bapo.command.interrupts import catch_signals
 from openrlhf_bapo.cli import train_ppo_ray
 
 signals = []
-catch_signals(signals, finishes_step=False)
+catch_signals(signals, [], finishes_step=False)
 
 
 def shutdown():

@@ -13,9 +13,12 @@ from openrlhf_bapo import ClipConfig, SmoothingConfig
 from openrlhf_bapo.command import arguments
 from openrlhf_bapo.command.flags import add_flags, check_flags
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
+from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.core.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import (
     clip_config_from_args,
+    clip_rule_from_args,
+    has_proximal_ratio,
     is_off_policy,
     replay_config_from_args,
 )
@@ -38,7 +41,21 @@ from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
         ("--policy_loss bapo --bapo.ratio_upper_max two", "--bapo.ratio_upper_max: .*'two'"),
         ("--policy_loss bapo --bapo.preset best", "--bapo.preset: .*'best'.*readme"),
         ("--policy_loss bapo --bapo.scope epoch", "--bapo.scope: .*'epoch'.*update"),
-        ("--policy_loss dapo", "--policy_loss: .*'dapo'.*ppo.*gspo.*bapo"),
+        ("--policy_loss dapo", "--policy_loss: .*'dapo'.*ppo.*gspo.*bapo.*m2.*divergence.*topr.*balanced"),
+        ("--policy_loss m2 --m2.budget 0", "--m2.budget 0.0 .*above 0"),
+        ("--policy_loss m2 --m2.budget nan", "--m2.budget nan .*above 0"),
+        ("--policy_loss m2 --m2.half_life -1", "--m2.half_life -1.0 .*0 or more"),
+        ("--policy_loss divergence --divergence.threshold 1", "--divergence.threshold 1.0 .*(0, 1)"),
+        ("--policy_loss topr --topr.level batch", "--topr.level: .*'batch'.*token.*sequence"),
+        ("--policy_loss balanced --balanced.target 1", "--balanced.target 1.0 .*(0, 1)"),
+        ("--policy_loss balanced --balanced.half_life inf", "--balanced.half_life inf .*finite"),
+        ("--policy_loss balanced --balanced.level batch", "--balanced.level: .*'batch'.*token.*sequence"),
+        ("--policy_loss bapo --m2.budget 0.1", "--m2.budget 0.1: .*--policy_loss m2, not bapo"),
+        ("--policy_loss m2 --balanced.half_life 9", "--balanced.half_life 9.0: .*--policy_loss balanced, not m2"),
+        ("--topr.level token", "--topr.level token: .*--policy_loss topr, not ppo"),
+        ("--policy_loss m2 --bapo.preset paper", "--bapo.preset paper: .*--policy_loss bapo, not m2"),
+        ("--policy_loss m2 --bapo.discard_saved", "--bapo.discard_saved: .*--m2.half_life or --balanced.half_life"),
+        ("--policy_loss topr --bapo.dump_tokens 5", "--bapo.dump_tokens 5: .*ppo, bapo, m2 or divergence, not topr"),
         ("--policy_loss bapo --bapo.smoothing -1", "--bapo.smoothing -1.0: .*allowed: 0 and above"),
         ("--policy_loss bapo --bapo.smoothing nan", "--bapo.smoothing nan: .*allowed: 0 and above"),
         ("--policy_loss bapo --bapo.smoothing inf", "--bapo.smoothing inf: .*allowed: 0 and above"),
@@ -69,13 +86,30 @@ from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
         ("--partial.token_budget 9 --partial.max_segments -1", "--partial.max_segments -1 .*at least 0"),
         ("--partial.token_budget 9 --partial.max_staleness -1", "--partial.max_staleness -1 .*at least 0"),
         ("--partial.on_stale keep", "--partial.on_stale: .*'keep'.*drop.*finish"),
-        ("--policy_loss gspo --partial.token_budget 9", "--partial.token_budget 9: .*ppo or bapo.*gspo"),
+        ("--policy_loss gspo --partial.token_budget 9", "--partial.token_budget 9: .*every --policy_loss but gspo"),
         (
-            "--partial.token_budget 9 --offpolicy.ratio_base recomputed",
-            "--offpolicy.ratio_base recomputed: .*--partial.token_budget; allowed: auto, rollout",
+            "--policy_loss bapo --partial.token_budget 9 --offpolicy.ratio_base recomputed",
+            "--offpolicy.ratio_base recomputed: .*--partial.token_budget 9; allowed: auto, rollout; also recomputed "
+            "with --policy_loss ppo",
         ),
-        ("--policy_loss gspo --replay.ratio 1", "--replay.ratio 1.0: .*ppo or bapo.*gspo"),
-        ("--policy_loss gspo --offpolicy.ratio_base rollout", "--offpolicy.ratio_base rollout: .*ppo or bapo.*gspo"),
+        ("--policy_loss gspo --replay.ratio 1", "--replay.ratio 1.0: .*every --policy_loss but gspo"),
+        (
+            "--policy_loss gspo --offpolicy.ratio_base rollout",
+            "--offpolicy.ratio_base rollout: .*every --policy_loss but gspo",
+        ),
+        (
+            "--policy_loss gspo --offpolicy.objective decoupled",
+            "--offpolicy.objective decoupled: .*ppo, bapo, m2 or divergence, not gspo",
+        ),
+        (
+            "--policy_loss topr --offpolicy.objective decoupled",
+            "--offpolicy.objective decoupled: .*ppo, bapo, m2 or divergence, not topr",
+        ),
+        (
+            "--offpolicy.objective decoupled --offpolicy.ratio_base rollout",
+            "--offpolicy.ratio_base rollout: allowed with --offpolicy.objective decoupled: auto, recomputed",
+        ),
+        ("--offpolicy.objective both", "--offpolicy.objective: .*'both'.*behavior.*decoupled"),
         ("--bapo.ratio_upper_max 2.5", "--bapo.ratio_upper_max 2.5: .*--policy_loss bapo.*ppo"),
     ],
 )
@@ -104,6 +138,14 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
     [
         (dict(policy_loss="bapo", actor__policy_loss_type="gspo"), "--actor.policy_loss_type ppo, not gspo"),
         (dict(policy_loss="bapo", actor__eps_clip="0.3"), "--actor.eps_clip .*--bapo.ratio_lower_start"),
+        (dict(policy_loss="m2", actor__eps_clip="0.3"), "--actor.eps_clip .*not allowed with --policy_loss m2"),
+        (dict(policy_loss="topr", actor__eps_clip="0.3"), "--actor.eps_clip .*not allowed with --policy_loss topr"),
+        (dict(policy_loss="topr", actor__dual_clip="3"), "--actor.dual_clip 3.0: .*allowed with ppo, bapo, m2, div"),
+        (
+            dict(policy_loss="balanced", algo__advantage__is_correction_level="seq"),
+            "--algo.advantage.is_correction_level seq: .*--policy_loss balanced: off",
+        ),
+        (dict(policy_loss="m2", actor__policy_loss_type="gspo"), "--policy_loss m2: .*--actor.policy_loss_type ppo"),
         (dict(eval__at_start=True, train__async_enable=True), "--eval.at_start: .*--train.async_enable"),
         (
             dict(policy_loss="bapo", train__async_enable=True, offpolicy__ratio_base="recomputed"),
@@ -144,8 +186,12 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
             dict(offpolicy__ratio_base="rollout", algo__advantage__is_correction_level="seq"),
             "--algo.advantage.is_correction_level seq: .*second time",
         ),
+        (
+            dict(offpolicy__objective="decoupled", algo__advantage__is_correction_level="off"),
+            "--algo.advantage.is_correction_level off: --offpolicy.objective decoupled is made of .*: token, seq",
+        ),
         (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
-        (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*ppo or bapo, not gspo"),
+        (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*every --policy_loss but gspo"),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
     ],
 )
@@ -176,7 +222,15 @@ DEFAULTS = {
     "bapo.discard_saved": None,
     "bapo.dump_tokens": None,
     "bapo.max_skipped_updates": 3,
+    "m2.budget": None,
+    "m2.half_life": None,
+    "divergence.threshold": None,
+    "topr.level": None,
+    "balanced.target": None,
+    "balanced.half_life": None,
+    "balanced.level": None,
     "offpolicy.ratio_base": None,
+    "offpolicy.objective": "behavior",
     "offpolicy.lag": 0,
     "replay.ratio": 0.0,
     "replay.capacity": 1024,
@@ -290,6 +344,40 @@ def test_every_smoothing_flag_reaches_its_setting(tmp_path):
     assert clip_config_from_args(pipeline.parse(argv).bapo).smoothing == SmoothingConfig(5.0, start=(0.7, 2.0))
 
 
+RULE_SETTINGS = {
+    "m2": dict(budget=0.1, half_life=5.0),
+    "divergence": dict(threshold=0.15),
+    "topr": dict(level="token"),
+    "balanced": dict(target=0.4, half_life=5.0, level="sequence"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_flag_of_another_rule_reaches_its_setting_and_without_it_has_the_classs_default(tmp_path, name):
+    def rule(**given):
+        argv = pipeline.flags(tmp_path, policy_loss=name, **{f"{name}__{key}": value for key, value in given.items()})
+        return clip_rule_from_args(pipeline.parse(argv))
+
+    assert RULE_SETTINGS[name].keys() == default_settings(name).keys()
+    for given in ({}, RULE_SETTINGS[name]):
+        assert type(rule(**given)) is RULES[name]
+        assert vars(rule(**given)) == vars(RULES[name](**given))
+    assert vars(rule()) != vars(rule(**RULE_SETTINGS[name]))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_another_rule_is_against_the_policy_that_generated_the_tokens_and_logs_entropy(tmp_path, name):
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss=name))
+    assert (args.policy_loss, args.actor.policy_loss_type, args.actor.entropy_coef) == (name, "ppo", 0.0)
+    assert args.offpolicy.ratio_base == "recomputed"
+    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss=name, train__async_enable=True))
+    assert (
+        args.offpolicy.ratio_base
+        == pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", train__async_enable=True)).offpolicy.ratio_base
+        != "recomputed"
+    )
+
+
 def test_every_replay_flag_reaches_the_pools_settings(tmp_path):
     given = dict(ratio=0.5, capacity=9, max_staleness=3, max_reuse=2, strategy="oldest", seed=5)
     argv = pipeline.flags(tmp_path, **{f"replay__{name}": value for name, value in given.items()})
@@ -312,6 +400,10 @@ def test_openrlhfs_pair_of_clip_bounds_is_refused_with_bapo(tmp_path, capsys):
         dict(replay__ratio=1, rollout__n_samples_per_prompt=6),  # 16 groups of 6, three of 32
         dict(eval__at_start=True, eval__dataset="heldout.jsonl"),
         dict(train__async_enable=True),
+        dict(policy_loss="m2", actor__dual_clip="3", algo__advantage__is_correction_level="token"),
+        dict(policy_loss="divergence", bapo__dump_tokens=5),
+        dict(policy_loss="balanced", balanced__half_life=3, bapo__discard_saved=True),
+        dict(policy_loss="topr", replay__ratio=1, partial__token_budget=9),
         dict(reward__remote_url="http://somewhere/get_reward"),
         dict(policy_loss="bapo", algo__advantage__is_correction_level="token"),
         dict(train__async_enable=True, algo__advantage__is_correction_level="token"),
@@ -337,8 +429,8 @@ def test_samples_know_their_versions_wherever_the_ratio_has_a_base(tmp_path):
         (dict(policy_loss="bapo"), True),
         (dict(replay__ratio=1), True),
         (dict(offpolicy__ratio_base="recomputed"), True),
-        (dict(train__async_enable=True), False),
-        (dict(train__async_enable=True, offpolicy__ratio_base="auto"), True),
+        (dict(train__async_enable=True), True),
+        (dict(train__async_enable=True, policy_loss="gspo"), False),
     ):
         assert is_off_policy(pipeline.parse(pipeline.flags(tmp_path, **given))) == expected, given
 
@@ -390,12 +482,91 @@ def test_the_ratio_base_is_the_policy_that_generated_the_tokens(tmp_path):
     assert ratio_base(replay__ratio=1) == "recomputed"
     assert ratio_base(replay__ratio=1, train__async_enable=True) == "rollout"
     assert ratio_base(offpolicy__ratio_base="auto") == "recomputed"
-    assert ratio_base(policy_loss="ppo") is None and ratio_base(train__async_enable=True) is None
+    assert ratio_base(policy_loss="ppo") is None
+    assert ratio_base(policy_loss="gspo", train__async_enable=True) is None
+    assert ratio_base(policy_loss="ppo", train__async_enable=True) == ratio_base(train__async_enable=True) == "rollout"
+    assert ratio_base(offpolicy__lag=1) == "auto" and ratio_base(offpolicy__lag=1, policy_loss="bapo") == "auto"
+
+
+ASYNC = dict(policy_loss="ppo", train__async_enable=True)
+PROXIMAL = "--offpolicy.ratio_base recomputed: the ratio does not see the staleness of"
+CORRECTED = dict(algo__advantage__is_correction_level="token")
+
+
+@pytest.mark.parametrize(
+    ("flags", "base", "line"),
+    [
+        (dict(policy_loss="ppo"), None, None),
+        (dict(policy_loss="bapo", train__async_enable=True), "rollout", None),
+        (ASYNC | dict(offpolicy__ratio_base="auto"), "rollout", None),
+        (ASYNC, "rollout", "--train.async_enable: .* engine's log-probs, .* is --offpolicy.ratio_base recomputed$"),
+        # OpenRLHF's own command with its correction stays what it is.
+        (ASYNC | CORRECTED, "recomputed", f"{PROXIMAL} --train.async_enable; .*is_correction_level token alone"),
+        (
+            ASYNC | dict(offpolicy__ratio_base="recomputed"),
+            "recomputed",
+            f"{PROXIMAL} --train.async_enable; --offpolicy.ratio_base auto is against the policy that generated",
+        ),
+        (
+            dict(policy_loss="ppo", offpolicy__lag=3, offpolicy__ratio_base="recomputed") | CORRECTED,
+            "recomputed",
+            f"{PROXIMAL} --offpolicy.lag 3; ",
+        ),
+        (dict(partial__token_budget=9, offpolicy__ratio_base="recomputed"), "recomputed", f"{PROXIMAL} --partial.tok"),
+        (dict(policy_loss="ppo", offpolicy__ratio_base="recomputed", replay__ratio=1), "recomputed", None),
+        (dict(policy_loss="gspo", train__async_enable=True), None, "--policy_loss gspo: .* of --train.async_enable; "),
+    ],
+)
+def test_one_line_says_where_the_ratio_does_not_see_staleness_and_where_it_is_not_openrlhfs(
+    tmp_path, capsys, flags, base, line
+):
+    args = pipeline.parse(pipeline.flags(tmp_path, **flags))
+    said = capsys.readouterr().err.splitlines()
+    assert args.offpolicy.ratio_base == base and len(said) == (line is not None)
+    assert not said or re.search(f"^openrlhf-bapo: warning: {line}", said[0]), said
+    assert has_proximal_ratio(args) == bool(line and line.startswith(PROXIMAL))
+
+
+STALE = [dict(train__async_enable=True), dict(offpolicy__lag=3), dict(partial__token_budget=9), dict(replay__ratio=1)]
+
+
+@pytest.mark.parametrize("policy_loss", ["ppo", "bapo"])
+@pytest.mark.parametrize("stale", [{}, *STALE, STALE[0] | STALE[2] | STALE[3]], ids=str)
+def test_decoupled_is_the_recomputed_ratio_with_openrlhfs_correction_capped_at_2(tmp_path, capsys, policy_loss, stale):
+    flags = dict(policy_loss=policy_loss, offpolicy__objective="decoupled", **stale)
+    args = pipeline.parse(pipeline.flags(tmp_path, **flags))
+    assert args.offpolicy.ratio_base == "recomputed" and has_proximal_ratio(args) and not capsys.readouterr().err
+    assert correction(args) == ("token", "clip", "ratio", [0.0, 2.0])
+
+
+def correction(args) -> tuple:
+    return tuple(getattr(args.algo.advantage, f"is_correction_{x}") for x in ("level", "mode", "gating", "threshold"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(threshold=5), ("token", "clip", "ratio", [0.0, 5.0])),
+        (dict(level="token"), ("token", "clip", "ratio", [0.0, 2.0])),
+        (dict(mode="mask"), ("token", "mask", "ratio", [0.5, 5.0])),
+        (dict(level="seq"), ("seq", "mask", "ratio", [0.5, 5.0])),
+        (dict(gating="tv", threshold=0.1), ("token", "mask", "tv", [0.0, 0.1])),
+    ],
+    ids=str,
+)
+def test_with_decoupled_the_given_flags_of_the_correction_are_kept(tmp_path, given, expected):
+    flags = {f"algo__advantage__is_correction_{name}": value for name, value in given.items()}
+    args = pipeline.parse(pipeline.flags(tmp_path, offpolicy__objective="decoupled", **flags))
+    assert correction(args) == expected
+
+
+def test_with_the_behavior_objective_openrlhfs_correction_is_as_it_comes(tmp_path):
+    assert correction(pipeline.parse(pipeline.flags(tmp_path))) == ("off", "mask", "ratio", [0.5, 5.0])
 
 
 def test_under_a_token_budget_tokens_know_their_versions_with_any_loss(tmp_path):
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9))
-    assert args.offpolicy.ratio_base == "recomputed"
+    assert args.offpolicy.ratio_base == "auto"
     args = pipeline.parse(
         pipeline.flags(tmp_path, policy_loss="ppo", partial__token_budget=9, train__async_enable=True)
     )
@@ -473,7 +644,7 @@ def test_a_lag_is_a_queue_of_whole_responses_that_many_versions_old(tmp_path):
         (dict(partial__token_budget=16), "--partial.token_budget 16: allowed without --offpolicy.lag, which is 3"),
         (dict(partial__max_staleness=2), "--partial.max_staleness 2: allowed without --offpolicy.lag, which is 3"),
         (dict(offpolicy__ratio_base="recomputed"), "--offpolicy.ratio_base recomputed: .*staleness of --offpolicy.lag"),
-        (dict(policy_loss="gspo"), "--offpolicy.lag 3: allowed with --policy_loss ppo or bapo, not gspo"),
+        (dict(policy_loss="gspo"), "--offpolicy.lag 3: allowed with every --policy_loss but gspo"),
         (
             dict(algo__advantage__is_correction_level="token"),
             "is_correction_level token: .*with --offpolicy.lag 3: off",

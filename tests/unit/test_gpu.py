@@ -1,4 +1,4 @@
-"""What only a GPU can show of the search: no host synchronisation, and the CPU's result."""
+"""Properties of the search that only a GPU can show: no host synchronization, and the CPU's result."""
 
 import pytest
 import torch

@@ -2,12 +2,14 @@
 
 import importlib.util
 import itertools
+import os
 import re
 import subprocess
 import sys
 from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pipeline
 import pytest
@@ -34,8 +36,10 @@ def load(name: str):
     return module
 
 
+load("rivals")  # which walk imports
 walk, study = load("walk"), load("study")
 other_tasks, through_pipeline = load("other_tasks"), load("through_pipeline")  # both import walk
+compare = load("compare")  # which imports study
 TASK = walk.Walk(num_values=5, max_tokens=9, random_moves=0.3, finetune_steps=2)
 UP, DOWN, LEFT, RIGHT, END = range(5)
 
@@ -210,6 +214,11 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
     bounds = find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_rule(run).config)
     assert (ratio > bounds.upper).any() and (ratio < bounds.lower).any()
     gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), dual_clip)
+    log_probs = policy.log_probs(stale.prompts[rows], stale.responses[rows]).detach()
+    change = -ratio * advantages * (log_probs - (ratio * log_probs).sum() / ratio.sum()) / len(ratio)
+    trained = torch.where(
+        advantages > 0, ratio <= bounds.upper, (bounds.lower <= ratio) & (ratio <= (dual_clip or 9e9))
+    )
 
     metrics, moved = update(policy, stale, rows, run)
     assert (metrics["lower"], metrics["upper"]) == (bounds.lower, bounds.upper)
@@ -219,6 +228,146 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
         assert metrics["share"].item() == pytest.approx(bounds.positive_share.item(), abs=1e-5)
     assert metrics["clip_positive"].item() == pytest.approx(bounds.clip_frac_positive.item(), abs=1e-6)
     assert metrics["clip_negative"].item() == pytest.approx(bounds.clip_frac_negative.item(), abs=1e-6)
+    assert metrics["entropy/predicted_change"].item() == pytest.approx(change[trained].sum().item(), abs=1e-5)
+
+
+def weighted_gradient(policy, rollout, rows, weight_of) -> torch.Tensor:
+    """Return the gradient of the mean of w A log pi over all tokens, in a plain loop; `weight_of` gives w per token."""
+    gains, num = [], 0
+    for row in rows.tolist():
+        length = int(walk.token_mask(rollout.responses[row : row + 1]).sum())
+        new = policy.log_probs(
+            rollout.prompts[row : row + 1].repeat(4, 1), rollout.responses[row : row + 1].repeat(4, 1)
+        )
+        new = new[:length]
+        weights = weight_of(row, new.detach(), rollout.log_probs[row, :length], float(rollout.advantages[row]))
+        gains.append((weights * float(rollout.advantages[row]) * new).sum())
+        num += length
+    loss = -sum(gains) / num
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
+
+
+def tapered(row, new, old, advantage):
+    return torch.ones_like(new) if advantage > 0 else (new - old).exp().clamp(max=1)
+
+
+def tapered_by_response(row, new, old, advantage):
+    return torch.ones_like(new) if advantage > 0 else (new - old).sum().exp().clamp(max=1).expand_as(new)
+
+
+def geometric_mean_inside(row, new, old, advantage):
+    ratio = (new - old).mean().exp()
+    return (ratio * (ratio <= 1.04 if advantage > 0 else ratio >= 0.97)).expand_as(new)
+
+
+@pytest.mark.parametrize(
+    ("clip", "weight_of"),
+    [
+        ("topr:level=token", tapered),
+        ("topr:level=sequence", tapered_by_response),
+        ("gspo", geometric_mean_inside),
+        ("cispo", lambda row, new, old, advantage: (new - old).exp().clamp(max=1.28)),
+        ("dis", lambda row, new, old, advantage: (r := (new - old).exp()) * (r >= 0.2) * (r <= 4)),
+    ],
+)
+def test_a_rule_with_weights_steps_along_its_weighted_policy_gradient(policy, stale, clip, weight_of):
+    rows = torch.arange(20)
+    gradient = weighted_gradient(policy, stale, rows, weight_of)
+    metrics, moved = update(policy, stale, rows, walk.Run(clip=clip))
+    torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
+    assert metrics["lower"].isnan() and metrics["upper"].isnan()
+
+
+@pytest.mark.parametrize("correction", ["", "clip", "mask"])
+def test_with_base_start_the_clip_is_on_the_ratio_to_the_start_and_the_correction_is_a_weight(
+    policy, stale, correction
+):
+    stale.start = walk.start_log_probs(policy, stale) + 0.3 * torch.randn(stale.log_probs.shape)
+
+    def weight_of(row, new, old, advantage):
+        start = stale.start[row, : len(new)]
+        ratio, off = (new - start).exp(), (start - old).exp()
+        weights = {"": torch.ones_like(off), "clip": off.clamp(max=2.0), "mask": off * ((off >= 0.5) & (off <= 5))}
+        inside = ratio <= 1.2 if advantage > 0 else ratio >= 0.8
+        return weights[correction] * ratio * inside
+
+    rows = torch.arange(20)
+    gradient = weighted_gradient(policy, stale, rows, weight_of)
+    _, moved = update(policy, stale, rows, walk.Run(clip="ppo", base="start", correction=correction))
+    torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
+
+
+def test_the_start_is_the_policy_when_training_on_the_rollout_begins(tiny, monkeypatch):
+    first_ratios = []
+    train_on = walk.train_on
+
+    def recording(policy, optimizer, rollout, rows, *rest):
+        mask = walk.token_mask(rollout.responses)
+        now = walk.start_log_probs(policy, rollout)
+        first_ratios.append((now - rollout.start)[mask].abs().max().item())
+        return train_on(policy, optimizer, rollout, rows, *rest)
+
+    monkeypatch.setattr(walk, "train_on", recording)
+    walk.train(replace(tiny, lag=1, base="start"))
+    assert max(first_ratios[::2]) < 1e-5 < min(first_ratios[1::2])  # two updates per rollout
+
+
+def test_a_mixed_lag_trains_each_part_of_a_rollout_once_up_to_lag_rollouts_late(tiny):
+    run = replace(tiny, lag=2, mixed=True)
+    made = [rollout_of(run, number) for number in range(4)]
+    trained = [[int(x) for part in walk.due(made[: n + 1], n, run) for x in part.rewards] for n in range(4)]
+    # Prompts 0 and 3 wait for no rollout, 1 for one, 2 for two.
+    assert trained[0] == [0] * 8
+    assert sorted(trained[3]) == [1] * 4 + [2] * 4 + [3] * 8
+
+
+def test_replay_adds_as_many_groups_of_the_rollouts_before(tiny):
+    run = replace(tiny, replay=2)
+    made = [rollout_of(run, number) for number in range(4)]
+    assert len(walk.due(made[:1], 0, run)) == 1
+    fresh, past = walk.due(made, 3, run)
+    assert fresh is made[3] and set(past.rewards.tolist()) <= {1.0, 2.0} and len(past.rewards) == 16
+    assert torch.equal(past.prompts.view(4, 4, -1), past.prompts.view(4, 4, -1)[:, :1].expand(4, 4, -1))
+
+
+def rollout_of(run, number: int):
+    """Return a rollout whose rewards are its number."""
+    rows = run.prompts * run.samples
+    prompts = torch.arange(run.prompts).repeat_interleave(run.samples)[:, None] + 10 * number
+    return SimpleNamespace(prompts=prompts, rewards=torch.full((rows,), float(number)))
+
+
+@pytest.mark.parametrize(("num_wrong", "expected"), [(0, 0), (2, 2), (3, 3), (5, 3), (7, 3), (8, 4)])
+def test_wrong_selects_half_of_the_responses_with_the_share_of_wrong_ones_if_there_are_enough(num_wrong, expected):
+    rewards = torch.ones(2, 8)
+    rewards[0, torch.randperm(8)[:num_wrong]] = 0
+    rollout = SimpleNamespace(rewards=rewards.flatten(), row=torch.arange(16))
+    selected = walk.select_wrong(rollout, 0.75, 4)
+    assert len(selected.row.unique()) == 8 and (selected.row // 8).tolist() == [0] * 4 + [1] * 4
+    assert int((selected.rewards[:4] == 0).sum()) == expected
+
+
+def test_a_run_has_fifteen_checkpoints_of_which_three_lie_in_its_last_fifth(tiny):
+    table = walk.train(replace(tiny, rollouts=30))
+    measured = [row["rollout"] for row in table if "heldout" in row]
+    assert len(measured) == 15 and measured[-1] == 29 and sum(number >= 24 for number in measured) == 3
+
+
+def test_vcpo_scales_the_learning_rate_by_the_root_of_the_effective_sample_size(policy, stale):
+    run = walk.Run(clip="0.5:1.2", step="vcpo", lr=0.5)
+    ratio, _ = ratios(policy, stale, torch.arange(20))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    walk.train_on(policy, optimizer, stale, torch.arange(20), walk.clip_rule(run), run)
+    expected = 0.5 * float(ratio.sum() / (len(ratio) * (ratio * ratio).sum()).sqrt())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_protocols_cells_use_no_seed_of_the_study_and_name_rules_that_exist():
+    planned = study.read_cells(FOLDER / "protocol.toml", "*")
+    used = {cell["seed"] for cell in study.read_cells(FOLDER / "study.toml", "*").values()}
+    assert not used & {cell["seed"] for cell in planned.values()}
+    for cell in planned.values():
+        walk.clip_rule(walk.Run(**cell["regime"] | cell["flags"]))
 
 
 @pytest.mark.parametrize("same_update", [False, True])
@@ -390,7 +539,8 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
         groups = [[run["reward"] for run in runs.values()] for runs in of_method]
         groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
         reported_by |= {study.mean_and_error(group) for group in groups}
-    text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
+    pages = REPOSITORY / "docs" / "study.md", FOLDER / "DETAILS.md"
+    text = " ".join(" ".join(page.read_text() for page in pages).split())
     reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
     assert len(reported) > 100
     assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
@@ -444,3 +594,76 @@ def test_every_flag_in_the_studys_readme_exists():
         else:
             run = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
             assert set(re.findall(r"--\w+", words)) <= set(re.findall(r"--\w+", run.stdout))
+
+
+def with_accuracy(*values: float) -> dict[int, compare.Outcome]:
+    return {seed: compare.Outcome(value, value, 0.5, 1.0, False, (0.1, 1.0)) for seed, value in enumerate(values)}
+
+
+def test_the_endpoint_is_the_mean_of_the_last_three_checkpoints():
+    columns = {
+        "heldout": [0.5, nan, 0.6, 0.1, nan, 0.2, 0.3],
+        "entropy": [9.0] * 6 + [0.4],
+        "pass16": [nan] * 6 + [0.9],
+    }
+    columns = {name: values * (5 if name == "entropy" else 1) for name, values in columns.items()} | {"reward": [0.3]}
+    found = compare.outcome(columns)
+    assert found.accuracy == pytest.approx(0.2) and found.area == pytest.approx(0.34) and found.fell
+    assert found.began == (0.3, 9.0)
+    assert found.entropy == pytest.approx((6 * 9.0 + 0.4) / 7) and found.pass16 == 0.9
+
+
+def test_differences_are_paired_by_seed_with_the_t_distributions_interval():
+    ours, theirs = with_accuracy(0.6, 0.8, 0.7, 0.9, 0.1), with_accuracy(0.5, 0.6, 0.6, 0.7, 0.9)
+    theirs[4] = replace(theirs[4], began=(0.2, 1.0))  # from another start policy
+    found = compare.difference(ours, theirs)
+    # mean 0.15, standard error 0.02887, t of 3 degrees of freedom at 0.975: 3.18245
+    assert found.mean == pytest.approx(0.15) and found.num_seeds == 4
+    assert (found.low, found.high) == pytest.approx((0.15 - 3.18245 * 0.0288675, 0.15 + 3.18245 * 0.0288675), abs=1e-5)
+    assert found.p == pytest.approx(0.01385, abs=1e-4)
+
+
+def test_holm_multiplies_by_the_comparisons_that_are_left_and_never_decreases():
+    assert compare.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert compare.holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+def test_the_leaders_are_the_best_of_each_kind_beside_the_rules_that_are_always_tested():
+    ranked = [
+        (m, 0.0) for m in ("topr", "ppo", "topr_sequence", "balanced_steady", "m2", "balanced", "readme", "steady")
+    ]
+    assert compare.leaders(ranked)[3:] == ["topr", "balanced_steady", "m2", "readme"]
+
+
+def test_a_rule_that_is_another_one_in_the_papers_regime_takes_its_figures_there():
+    late, paper = "walk lag 8", "walk lag 0 epochs 4 rollouts 30"
+    table = {
+        late: {"ppo": {1e-4: with_accuracy(0.5)}, "stock": {1e-4: with_accuracy(0.3), 5e-5: with_accuracy(0.4)}},
+        paper: {"ppo": {1e-4: with_accuracy(0.7)}, "topr": {1e-4: with_accuracy(0.9)}},
+    }
+    assert compare.ranking(table) == [("ppo", pytest.approx(0.6)), ("stock", pytest.approx(0.55))]
+    assert compare.screened_rate(table, "walk lag 4 epochs 4", "stock") == 1e-4
+    assert compare.screened_rate(table, "walk lag 4 mixed True", "stock") == 5e-5
+
+
+START = """
+import sys
+import torch
+import walk
+
+torch.set_num_threads(1)
+policy = walk.start_policy(walk.Run(seed=3, starts=sys.argv[1]), walk.Walk(10, 8, 0.35, 15))
+torch.save(policy.state_dict(), sys.argv[2])
+"""
+
+
+def test_other_kinds_of_processors_make_the_same_start_policy(tmp_path):
+    made = []
+    for kind in ("default", "avx2"):
+        command = [sys.executable, "-c", START, str(tmp_path / kind), str(tmp_path / f"{kind}.pt")]
+        path = os.pathsep.join([str(FOLDER), str(REPOSITORY)])
+        subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": kind, "PYTHONPATH": path}, check=True)
+        made.append(torch.load(tmp_path / f"{kind}.pt"))
+    one, other = made
+    for name, values in one.items():
+        torch.testing.assert_close(values, other[name], rtol=0, atol=1e-6)

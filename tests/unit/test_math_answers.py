@@ -196,7 +196,7 @@ def test_every_gold_answer_of_the_benchmarks_is_wrong_against_another_one(name, 
     assert len(pairs) > 0.9 * len(golds)
 
 
-# What is equal -------------------------------------------------------------------------------------------------------
+# Equal answers -------------------------------------------------------------------------------------------------------
 
 FEW = settings(max_examples=15)
 integers = st.integers(-(10**12), 10**12)

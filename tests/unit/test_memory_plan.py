@@ -526,6 +526,9 @@ RATIO_CASES = {
     "per micro-batch": ({"bapo__scope": "micro_batch"}, 0, 0),
     "steady bounds": ({"bapo__smoothing": 20, "replay__ratio": 1}, 0, 0),
     "ppo": ({"policy_loss": "ppo"}, 0, 0),
+    "m2": ({"policy_loss": "m2"}, 5, 5),
+    "balanced with a half-life": ({"policy_loss": "balanced", "balanced__half_life": 9}, 0, 0),
+    "topr": ({"policy_loss": "topr"}, 0, 0),
     "dynamic batch": (DYNAMIC | {"train__max_tokens_per_gpu": 16}, 5, 5),
     "dynamic batch, all in one on 2 ranks": (DYNAMIC | {"train__max_tokens_per_gpu": 63}, 5, 0),
     "dynamic batch, all in one": (DYNAMIC | {"train__max_tokens_per_gpu": 64}, 0, 0),
@@ -605,25 +608,50 @@ def dynamic_args():
         return pipeline.parse(ratio_argv(Path(directory), 1, "dynamic batch"))
 
 
-@pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
-def test_the_ratio_forward_is_in_the_plans_training_time_and_has_its_own_line(tmp_path, replay, num_forwards):
+TIMED_SHAPE = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
+
+
+def facts_of_2048_samples(tmp_path, **flags) -> dict[str, str]:
+    """The facts of a plan with samples of 4,096 tokens and four optimizer steps."""
     (tmp_path / "reward.py").touch()
-    shape = KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"]
     sizes = {"data__max_len": 8192, "rollout__max_new_tokens": 7168, "rollout__batch_size": 128}
     sizes |= {"rollout__n_samples_per_prompt": 16, "train__batch_size": 512, "actor__num_gpus_per_node": 8}
+    argv = pipeline.flags(tmp_path, policy_loss="bapo", **sizes | flags)
+    return make_plan(pipeline.parse(argv), TIMED_SHAPE, Machine(gpu_memory=400, response_tokens=3072)).facts
 
-    def facts(scope: str) -> dict[str, str]:
-        argv = pipeline.flags(tmp_path, policy_loss="bapo", bapo__scope=scope, replay__ratio=replay, **sizes)
-        return make_plan(pipeline.parse(argv), shape, Machine(gpu_memory=400, response_tokens=3072)).facts
 
-    def minutes_and_eflop(text: str) -> tuple[float, float]:
-        return tuple(map(float, re.search(r"([\d.]+) min \(([\d.]+) EFLOP", text).groups()))
+def minutes_and_eflop(text: str) -> tuple[float, float]:
+    return tuple(map(float, re.search(r"([\d.]+) min \(([\d.]+) EFLOP", text).groups()))
 
+
+def test_a_decoupled_runs_plan_has_a_forward_of_replayed_samples(tmp_path):
+    found = [
+        minutes_and_eflop(
+            facts_of_2048_samples(
+                tmp_path, bapo__scope="micro_batch", replay__ratio=0.5, offpolicy__objective=objective
+            )["time with responses of 3,072 tokens"].split("training")[1]
+        )[1]
+        for objective in ("behavior", "decoupled")
+    ]
+    more = time.step_flops(
+        TIMED_SHAPE, trained_tokens=0, forward_tokens=1024 * 4096, length=4096, gradient_checkpointing=False
+    )
+    assert found[1] - found[0] == pytest.approx(more / 1e18, abs=0.011) and more > 1e16
+
+
+@pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
+def test_the_ratio_forward_is_in_the_plans_training_time_and_has_its_own_line(tmp_path, replay, num_forwards):
     name, time_fact = "of which the ratio forward", "time with responses of 3,072 tokens"
-    with_it, without = facts("update"), facts("micro_batch")
+    with_it, without = (
+        facts_of_2048_samples(tmp_path, bapo__scope=scope, replay__ratio=replay) for scope in ("update", "micro_batch")
+    )
     assert name not in without and with_it[name].endswith(f"before {num_forwards} of {4 + 4 * replay} optimizer steps")
     flops = time.step_flops(
-        shape, trained_tokens=0, forward_tokens=num_forwards * 512 * 4096, length=4096, gradient_checkpointing=False
+        TIMED_SHAPE,
+        trained_tokens=0,
+        forward_tokens=num_forwards * 512 * 4096,
+        length=4096,
+        gradient_checkpointing=False,
     )
     found = minutes_and_eflop(with_it[name])
     assert found == (round(flops / (8 * 989e12 * 0.4) / 60, 1), round(flops / 1e18, 2)) and found[1] > 0

@@ -7,13 +7,15 @@ import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_rules import UpdateBounds
+from openrlhf_bapo.core.clip_rules import FixedBounds, Tokens, UpdateBounds
+from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.other_rules import BalancedWeights
 from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
 from openrlhf_bapo.openrlhf.reward_calls import KINDS
 
-GROUPS = "bapo|offpolicy|partial|replay|reward_fault|rollout|timing"
+GROUPS = "bapo|entropy|offpolicy|partial|replay|reward_fault|rollout|timing"
 NAME = rf"(?:{GROUPS})/[a-z_]+"
 
 
@@ -21,7 +23,14 @@ def logged() -> set[str]:
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.long)
     used, found = (find_clip_bounds(one, one, one, ClipConfig()) for _ in range(2))
     found = {*bounds_metrics([UpdateBounds(used, found)])}
+    rule = BalancedWeights()
+    rule.tally(Tokens(one, one, one, one))
+    found |= {*bounds_metrics([rule.close_update()])}
     found |= {*offpolicy_metrics(tally_offpolicy(one, one, one, zero, zero, 0.8, 1.2))}
+    rule = EntropyRule()
+    rule.tally(FixedBounds(0.8, 1.2), Tokens(one, one, one, one))
+    rule.close_update()
+    found |= {*rule.take_metrics()}
     found |= {*ReplayPool(ReplayConfig()).metrics(), *PartialPool(PartialConfig()).metrics()}
     found |= {"partial/segments_mean", "partial/segments_max"}  # where a response was taken
     found |= {f"reward_fault/{kind}" for kind in (*KINDS, "left_over")}

@@ -102,7 +102,7 @@ def with_reference(some: list, value: float = 0.0) -> list:
         dict(ds__zero_stage=3),
         dict(ds__zero_stage=0),
         dict(ds__zero_stage=0, precision="bf16"),
-        # An optimizer of its own, which has added up the micro-batches.
+        # DeepSpeed's optimizer for bf16 with fp32 sums, which has added up the micro-batches.
         dict(ds__zero_stage=1, precision="bf16", ds__grad_accum_dtype="fp32", train__micro_batch_size=1),
         dict(ds__zero_stage=2, train__dynamic_batch_enable=True, train__max_tokens_per_gpu=60),
     ],
@@ -188,6 +188,6 @@ def test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out(s
     bad[0, 0] = bad[1, 2] = bad[2, 4] = True
     assert number == mask[bad].sum() and torch.equal(left > 0, (mask > 0) & ~bad)
     assert all(
-        value.isfinite().all() and torch.equal(value[~bad], old[~bad])
+        (value[bad] == 0).all() and torch.equal(value[~bad], old[~bad])
         for value, old in zip(values, (first, second), strict=True)
     )

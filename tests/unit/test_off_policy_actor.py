@@ -20,8 +20,10 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
-def stale_samples(staleness: list[int], log_ratios: list[float]) -> list:
+def stale_samples(staleness: list[int], log_ratios: list[float], log_weights: list[float] | None = None) -> list:
     samples = pipeline.make_experience(LENGTHS, positive=POSITIVE)
+    for sample, log_weight in zip(samples, log_weights or [], strict=False):
+        sample.info["log_weight"] = torch.tensor([log_weight])
     for sample, stale, log_ratio in zip(samples, staleness, log_ratios, strict=True):
         sample.staleness = stale * sample.action_mask
         sample.info["log_ratio"] = torch.tensor([log_ratio])
@@ -29,7 +31,13 @@ def stale_samples(staleness: list[int], log_ratios: list[float]) -> list:
 
 
 def one_update(
-    directory, staleness: list[int], log_ratios: list[float], num_ranks: int = 1, num_steps: int = 1, **flags
+    directory,
+    staleness: list[int],
+    log_ratios: list[float],
+    num_ranks: int = 1,
+    num_steps: int = 1,
+    log_weights: list[float] | None = None,
+    **flags,
 ) -> list[dict]:
     """One optimizer step over eight samples, the first of its training step; what each rank says."""
     settings = dict(
@@ -41,7 +49,7 @@ def one_update(
         rollout__micro_batch_size=1,
         replay__ratio=1,
     )
-    samples = stale_samples(staleness, log_ratios)
+    samples = stale_samples(staleness, log_ratios, log_weights)
     size = len(samples) // num_ranks
     by_rank = [samples[start : start + size] for start in range(0, len(samples), size)]
     argv = pipeline.flags(directory, **settings | flags)
@@ -163,10 +171,65 @@ def test_the_clip_fractions_count_the_tokens_beyond_the_updates_own_bounds(direc
         assert result["status"][f"offpolicy/clip_frac_negative/staleness_{label}"] == expected_below, label
 
 
+LOG_WEIGHTS = [0, 0.1, -0.3, 0.9, -0.2, 1.3, 0.05, -0.4]  # by sample, how far the policy had moved from the engine's
+UNSEEN = dict(policy_loss="ppo", offpolicy__ratio_base="recomputed", offpolicy__lag=1, replay__ratio=None)
+
+
+def assert_ratios_are_measured_against_the_engines_policy(status: dict) -> None:
+    for label, rows in BUCKETS.items():
+        ratios = [math.exp(LOG_RATIOS[row] + LOG_WEIGHTS[row]) for row in rows for _ in range(LENGTHS[row])]
+        assert status[f"offpolicy/ratio_mean/staleness_{label}"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+
+
+def test_a_ratio_that_does_not_see_staleness_is_clipped_as_it_is_and_measured_against_the_behavior_policy(directory):
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, log_weights=LOG_WEIGHTS, **UNSEEN)
+    status = result["status"]
+    assert_ratios_are_measured_against_the_engines_policy(status)
+    # The loss clips to [0.8, 1.2]: rows 4 and 6 above, 5 and 7 below.
+    for name, beyond, sign in (("positive", (4, 6), True), ("negative", (5, 7), False)):
+        num_tokens = sum(length for length, positive in zip(LENGTHS, POSITIVE, strict=True) if positive == sign)
+        for area in ("offpolicy", "bapo"):
+            expected = sum(LENGTHS[row] for row in beyond) / num_tokens
+            assert status[f"{area}/clip_frac_{name}"] == pytest.approx(expected), area
+
+
+def test_a_token_without_a_finite_log_prob_of_the_engine_is_left_out_where_metrics_are_against_it(directory):
+    log_weights = [math.nan, *LOG_WEIGHTS[1:]]
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, log_weights=log_weights, **UNSEEN)
+    assert result["status"]["offpolicy/nonfinite_tokens"] == LENGTHS[0]
+    assert 0 < result["status"]["offpolicy/ratio_mean"] < 10
+
+
+@pytest.mark.parametrize("size", [2, 8], ids=["the ratios of a window's forward", "the ratios of the loss"])
+def test_decoupled_searches_in_ratios_since_the_steps_start_and_weighs_tokens_by_what_came_before(directory, size):
+    flags = dict(offpolicy__objective="decoupled", train__micro_batch_size=size)
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, log_weights=LOG_WEIGHTS, **flags)
+    capped = [[min(math.exp(w), 2)] * length for w, length in zip(LOG_WEIGHTS, LENGTHS, strict=True)]
+    (found,) = result["searches"]
+    assert found["initial_share"] == pytest.approx(share(tokens(weights=capped)), rel=1e-4)
+    assert found["initial_share"] != pytest.approx(share(tokens()), rel=1e-2)
+    assert_ratios_are_measured_against_the_engines_policy(result["status"])
+    if size == 8:
+        num_capped = sum(length for w, length in zip(LOG_WEIGHTS, LENGTHS, strict=True) if math.exp(w) > 2)
+        assert result["status"]["is_filter_ratio"] == pytest.approx(num_capped / sum(LENGTHS)) != 0
+
+
+def test_the_predicted_change_of_entropy_is_that_of_the_tokens_trained_on(stale_update):
+    log_probs = torch.cat([x[x != 0] for x in stale_update["behavior_log_probs"]]).double()
+    ratio, advantages, _ = torch.tensor(tokens(), dtype=torch.float64).unbind(1)
+    log_probs = log_probs + ratio.log()
+    (found,), status = stale_update["searches"], stale_update["status"]
+    inside = torch.where(advantages > 0, ratio <= found["upper"] + 1e-6, ratio >= found["lower"] - 1e-6)
+    changes = -ratio * advantages * (log_probs - (ratio * log_probs).sum() / ratio.sum()) / len(ratio)
+    assert status["entropy/predicted_change"] == pytest.approx(float(changes[inside].sum()), rel=1e-4)
+    left_out = sum(value for name, value in status.items() if name.startswith("entropy/") and "left_out" in name)
+    assert left_out == pytest.approx(float(changes[~inside].sum()), rel=1e-4) and left_out
+
+
 def test_two_ranks_report_the_metrics_of_all_tokens(directory, stale_update):
     # Rank 0 has the four freshest samples, rank 1 the oldest: their own tallies have no bucket above 1 in common.
-    expected = {k: v for k, v in stale_update["status"].items() if k.startswith(("bapo/", "offpolicy/"))}
-    assert len(expected) > 30
+    expected = {k: v for k, v in stale_update["status"].items() if k.startswith(("bapo/", "entropy/", "offpolicy/"))}
+    assert len(expected) > 40
     for result in one_update(directory, STALENESS, LOG_RATIOS, num_ranks=2):
         assert {name: result["status"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
@@ -210,8 +273,8 @@ def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(direc
     ("given", "areas"),
     [
         (dict(policy_loss="gspo", replay__ratio=None), set()),
-        (dict(policy_loss="ppo", replay__ratio=None), {"bapo"}),
-        (dict(policy_loss="ppo"), {"bapo", "offpolicy"}),
+        (dict(policy_loss="ppo", replay__ratio=None), {"bapo", "entropy"}),
+        (dict(policy_loss="ppo"), {"bapo", "entropy", "offpolicy"}),
     ],
     ids=["gspo", "ppo", "ppo with replay"],
 )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo import BapoPolicyLoss, ClipBounds, ClipConfig, find_clip_bounds
+from openrlhf_bapo.core.other_rules import TaperedWeights
 
 ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
@@ -117,6 +118,63 @@ def test_rollout_prob_weighs_tokens_by_their_probability_at_rollout():
     assert found_by(loss)[0] == find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
 
 
+CORRECTIONS = [
+    dict(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=(0.0, 1.1)),
+    dict(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=(0.9, 1.1)),
+    dict(is_correction_level="token", is_correction_threshold=(0.9, 1.1)),
+    dict(is_correction_level="seq", is_correction_threshold=(0.95, 1.05)),
+    *(
+        dict(is_correction_level=level, is_correction_gating=gating, is_correction_threshold=(0.0, threshold))
+        for level in ("token", "seq")
+        for gating, threshold in (("tv", 0.02), ("binary_kl", 0.008))
+    ),
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda given: " ".join(map(str, given.values())))
+@pytest.mark.parametrize("token_weight", ["none", "rollout_prob"])
+def test_the_share_weighs_tokens_by_their_weight_in_the_loss_with_every_correction(correction, token_weight):
+    from openrlhf.models import PolicyLoss
+
+    batch = micro_batch(4, torch.float64)
+    # At a ratio of 1 and an advantage of -1, the gradient of a sum over tokens is the token's weight.
+    log_probs, action_mask = batch["old_log_probs"].clone().requires_grad_(), batch["action_mask"]
+    others = dict(action_mask=action_mask, rollout_log_probs=batch["rollout_log_probs"], batch_num_tokens=1.0)
+    one = -torch.ones_like(log_probs)
+    PolicyLoss(**correction)(log_probs, batch["old_log_probs"], one, **others)[0].backward()
+    weight = log_probs.grad
+    assert len(weight[action_mask].unique()) > 2 and (weight[action_mask] != 1).any()
+    if token_weight == "rollout_prob":
+        weight = weight * batch["rollout_log_probs"].exp()
+
+    ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
+    expected = find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
+    for is_tallied in (False, True):
+        loss = BapoPolicyLoss(clip_config=ClipConfig(), token_weight=token_weight, **correction)
+        if is_tallied:
+            loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
+            loss.close_update()
+        loss(**batch)
+        (found,) = found_by(loss)
+        assert float(found.initial_share) == pytest.approx(float(expected.initial_share), rel=1e-12)
+        assert (found.lower, found.upper) == (expected.lower, expected.upper)
+    assert (
+        expected.initial_share != find_clip_bounds(ratio, batch["advantages"], action_mask, ClipConfig()).initial_share
+    )
+
+
+def test_a_rules_weights_are_times_the_correction_of_the_ratios_denominator():
+    batch = micro_batch(4, torch.float64)
+    correction = dict(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=(0.0, 1.1))
+    loss, mask = BapoPolicyLoss(rule=TaperedWeights("token"), **correction), batch["action_mask"]
+    loss(**batch)[0].backward()
+    ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
+    weights = torch.where(batch["advantages"] > 0, 1.0, ratio.clamp(max=1))
+    weights = weights * (batch["old_log_probs"] - batch["rollout_log_probs"]).exp().clamp(max=1.1)
+    expected = -weights * batch["advantages"] * mask / mask.sum()
+    torch.testing.assert_close(batch["log_probs"].grad, expected)
+
+
 def test_bounds_set_for_the_update_serve_every_micro_batch_until_unset():
     loss = BapoPolicyLoss(clip_config=ClipConfig())
     batches = [micro_batch(seed, torch.float64) for seed in (5, 6)]
@@ -211,6 +269,12 @@ def test_the_loss_clips_between_the_bounds_that_were_found():
     upstream = upstream_loss()
     upstream.clip_eps_low, upstream.clip_eps_high = 1 - bounds.lower, bounds.upper - 1
     assert torch.equal(found[0], upstream(**batch)[0])
+
+
+def test_a_rule_of_weights_reports_openrlhfs_kl_to_the_behavior_policy():
+    batch = micro_batch(10, torch.float64)
+    _, _, ppo_kl, *_ = BapoPolicyLoss(rule=TaperedWeights())(**batch)
+    assert float(ppo_kl) == pytest.approx(float(upstream_loss()(**batch)[2]))
 
 
 def test_gspo_and_unknown_weights_are_refused():

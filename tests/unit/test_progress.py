@@ -27,6 +27,21 @@ def test_a_step_and_an_evaluation_become_one_line_each_and_other_lines_are_not_s
     assert progress.describe("anything else\n") is None
 
 
+@pytest.mark.parametrize("line", [STEP, EVALUATION.format(3, 0.25)])
+@pytest.mark.parametrize("prefix", ["{} ", "\x1b[36m{}\x1b[0m "])
+def test_a_line_that_ray_cut_in_pieces_is_shown_as_if_it_were_whole(tmp_path, line, prefix):
+    actor, other = prefix.format("(PPOTrainer pid=1)"), prefix.format("(PPOTrainer pid=2)")
+    text, whole = line.removeprefix("(PPOTrainer pid=1) "), progress.describe(line)
+    first = text.index("{") + 1
+    for cut, again in ((first, first + 9), (first + 20, len(text) - 5), (len(text) - 3, len(text) - 2)):
+        parts = text[:cut], text[cut:again], text[again:]
+        pieces = progress.Pieces()
+        shown = [pieces.join(f"{actor}{part.rstrip()}\n") for part in parts[:2]]
+        assert not any(map(progress.describe, shown)) and pieces.join(f"{other}a line\n") == f"{other}a line\n"
+        assert progress.describe(pieces.join(actor + parts[2])) == whole
+        assert pieces.join(f"{actor}the next\n") == f"{actor}the next\n"
+
+
 def follow(tmp_path, text: str, *flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log"), *flags]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)

@@ -128,14 +128,14 @@ def test_a_resumed_run_is_clamped_to_the_bounds_of_the_unbroken_one(directory, s
     (resumed,) = pipeline.train_policy_actors(directory, resume, [SAMPLES])
     assert resumed["clamped"] == unbroken["clamped"][NUM_UPDATES:]
     assert resumed["clamped"][0] != (0.75, 2.1)
-    (anew,) = pipeline.train_policy_actors(directory, [*resume, "--bapo.discard_saved"], [SAMPLES])
-    assert anew["clamped"][0] == (0.75, 2.1)
+    (discarded,) = pipeline.train_policy_actors(directory, [*resume, "--bapo.discard_saved"], [SAMPLES])
+    assert discarded["clamped"][0] == (0.75, 2.1)
 
 
 def test_a_state_that_cannot_be_used_is_refused_in_one_line(saved, tmp_path, capsys):
     resume, _ = saved
     path = Path(resume[resume.index("--ckpt.path") + 1])
-    file = path / "_steady/global_step1/groups.safetensors"
+    file = path / "_rule/global_step1/groups.safetensors"
 
     def refused(argv: list[str]) -> str:
         with pytest.raises(SystemExit) as exit_:
@@ -157,6 +157,6 @@ def test_a_state_that_cannot_be_used_is_refused_in_one_line(saved, tmp_path, cap
     assert f"{file} is damaged" in refused(resume)
     file.unlink()
     assert str(file) in refused(resume)
-    shutil.rmtree(path / "_steady")
-    assert str(path / "_steady") in refused(resume)
+    shutil.rmtree(path / "_rule")
+    assert str(path / "_rule") in refused(resume)
     pipeline.parse([*resume, "--bapo.smoothing", "0"])  # which wants no state

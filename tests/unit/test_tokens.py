@@ -79,6 +79,24 @@ def dump(directory, tmp_path, log_ratios=LOG_RATIOS, **flags) -> tuple[dict[str,
     return dumped(tmp_path / "tensorboard/tokens"), results
 
 
+def test_bounds_per_token_are_written_for_each_token_and_drawn(directory, tmp_path):
+    found, _ = dump(directory, tmp_path, policy_loss="divergence", divergence__threshold=0.03)
+    at_rollout = found["probability"] / found["ratio"]
+    np.testing.assert_allclose(found["clip_low"], (1 - 0.03 / at_rollout).clip(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["clip_high"], 1 + 0.03 / at_rollout, rtol=1e-4)
+    moved, positive = found["probability"] - at_rollout, found["advantage"] > 0
+    clipped = np.where(positive, moved > 0.03, moved < -0.03)
+    assert (found["clipped"] == clipped).all() and 0 < clipped.sum() < len(clipped)
+    tokens.draw(tokens.read_tokens(tmp_path, None), tmp_path / "tokens.png")
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_an_update_without_bounds_has_0_and_inf_and_is_drawn(directory, tmp_path):
+    found, _ = dump(directory, tmp_path, [0.0] * 8, policy_loss="m2")  # every ratio is 1
+    assert set(found["clip_low"]) == {0.0} and set(found["clip_high"]) == {math.inf} and not found["clipped"].any()
+    tokens.draw(tokens.read_tokens(tmp_path, None), tmp_path / "tokens.png")
+
+
 @pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
 def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tmp_path, policy_loss):
     lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
@@ -242,7 +260,7 @@ def test_ppo_logs_the_entropy_that_it_dumps_as_bapo_does(tmp_path):
         (dict(policy_loss="bapo", bapo__dump_tokens="all"), "--bapo.dump_tokens: invalid int value: 'all'"),
         (
             dict(policy_loss="ppo", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*bapo, or with ppo and --offpolicy.ratio_base",
+            "--bapo.dump_tokens 5: .*bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base",
         ),
         (
             dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
@@ -287,26 +305,37 @@ def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -
     return columns
 
 
-def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, float]]]:
-    """Map (sign, by, group) to the (entropy, probability) of each of its tokens."""
-    found = {}
+def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, float, float]]]:
+    """Map (sign, by, group) to the (entropy, probability, change of entropy) of each of its tokens."""
+    found, sums = {}, {}
+    finite = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    finite = [token for token in finite if not math.isnan(token["entropy"])]
+    for token in finite:
+        weighted, total = sums.get(token["global_step"], (0.0, 0.0))
+        ratio = float(token["ratio"])
+        sums[token["global_step"]] = weighted + ratio * math.log(token["probability"]), total + ratio
     edges = list(zip(tokens.RATIO_EDGES, tokens.RATIO_EDGES[1:], strict=False))
-    for values in zip(*columns.values(), strict=True):
-        token = dict(zip(columns, values, strict=True))
-        if token["advantage"] == 0 or math.isnan(token["entropy"]):
+    for token in finite:
+        if token["advantage"] == 0:
             continue
         sign = "positive" if token["advantage"] > 0 else "negative"
         fixed = token["ratio"] > 1.2 if sign == "positive" else token["ratio"] < 0.8
         ours, fixed = (clips or token["dual_clipped"] for clips in (token["clipped"], fixed))
         fate = {(0, 0): "kept by both", (0, 1): "gained", (1, 0): "lost", (1, 1): "clipped by both"}[ours, fixed]
         (low_high,) = [f"{low:g}-{high:g}" for low, high in edges if low <= token["ratio"] < high]
-        for by, group in (("ratio", low_high), ("fate", fate)):
-            found.setdefault((sign, by, group), []).append((float(token["entropy"]), float(token["probability"])))
+        weighted, total = sums[token["global_step"]]
+        height = math.log(token["probability"]) - weighted / total
+        quadrant = f"{'low' if height < 0 else 'high'} probability, {'left out' if ours else 'trained'}"
+        change = -float(token["ratio"]) * float(token["advantage"]) * height / len(finite)
+        for by, group in (("ratio", low_high), ("fate", fate), ("quadrant", quadrant)):
+            numbers = float(token["entropy"]), float(token["probability"]), change
+            found.setdefault((sign, by, group), []).append(numbers)
     return found
 
 
 def test_the_numbers_agree_with_a_count_token_by_token(tmp_path):
-    columns = written(tmp_path, num_tokens=2000)
+    steps = [written(tmp_path, step, num_tokens=1000, seed=step) for step in (5, 10)]
+    columns = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
     rows = tokens.measure(tokens.by_sign(tokens.read_tokens(tmp_path)))
     expected = expected_groups(columns)
     assert len(expected) > 30  # all fates and nearly all bins of both signs
@@ -320,7 +349,8 @@ def test_the_numbers_agree_with_a_count_token_by_token(tmp_path):
         if not group:
             assert math.isnan(row["entropy"]) and math.isnan(row["probability"])
             continue
-        entropies, probabilities = zip(*group, strict=True)
+        entropies, probabilities, changes = zip(*group, strict=True)
+        assert row["entropy_change"] == pytest.approx(sum(changes), abs=1e-9)
         mean = sum(entropies) / len(group)
         assert (row["entropy"], row["probability"]) == pytest.approx((mean, sum(probabilities) / len(group)))
         if len(group) > 1:
@@ -342,7 +372,7 @@ def test_the_picture_shows_every_token_with_an_advantage_the_bounds_and_the_numb
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
     signs = tokens.by_sign(columns)
     rows = tokens.measure(signs)
-    positive, negative, entropy, fates, *_ = figures[0].axes
+    positive, negative, entropy, fates, *_, quadrants = figures[0].axes
     for axis, sign, bound, fixed in ((positive, "positive", "clip_high", 1.2), (negative, "negative", "clip_low", 0.8)):
         (density,) = [found for found in axis.collections if found.get_array() is not None]
         assert density.get_array().sum() == len(signs[sign]["ratio"])
@@ -359,6 +389,9 @@ def test_the_picture_shows_every_token_with_an_advantage_the_bounds_and_the_numb
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in fates.containers}
     for fate in tokens.FATES[1:]:
         assert heights[fate] == [100 * row["fraction"] for row in rows if row["group"] == fate]
+    drawn = {bars.get_label(): [bar.get_height() for bar in bars] for bars in quadrants.containers}
+    for fate, label in (("trained", "tokens trained on"), ("left out", "tokens left out, as if trained on")):
+        assert drawn[label] == [row["entropy_change"] for row in rows if row["group"].endswith(f", {fate}")]
     num_left_out = int(((columns["advantage"] == 0) | np.isnan(columns["entropy"])).sum())
     caption = figures[0].get_supxlabel()
     assert f"400 sampled tokens of global step 5; {num_left_out} without an advantage" in caption

@@ -51,7 +51,8 @@ def without_ray_or_signals(monkeypatch):
 
     from openrlhf_bapo.openrlhf import interrupts
 
-    monkeypatch.setattr(interrupts, "_is_interrupted", lambda: False)
+    monkeypatch.setattr(interrupts, "_exists", lambda key: False)
+    monkeypatch.setattr(interrupts, "_put", lambda key: None)
     monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))
 
 

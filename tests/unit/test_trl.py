@@ -18,6 +18,7 @@ from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
 from openrlhf_bapo.core.clip_config import SmoothingConfig
 from openrlhf_bapo.core.clip_rules import SteadyBounds, UpdateBounds
+from openrlhf_bapo.core.other_rules import BalancedWeights
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 # TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.
@@ -37,7 +38,7 @@ def num_odd(completions: list[str], **_) -> list[float]:
 
 
 def arguments(directory, **overrides) -> dict:
-    """Of a trainer whose updates move ratios: two iterations over each generation, optimizer steps of 16 samples."""
+    """The arguments of a trainer whose updates move ratios: two iterations per generation, 16 samples per step."""
     values = dict(
         output_dir=str(directory / "out"),
         per_device_train_batch_size=4,
@@ -69,7 +70,7 @@ def arguments(directory, **overrides) -> dict:
 class Recording(BapoGRPOTrainer):
     """Keeps each optimizer step's micro-batches, its weights, the bounds of each loss, and the number of forwards.
 
-    With `uses_tools`, every third token is a tool's, and each token has an advantage of its own.
+    With `uses_tools`, every third token is a tool's, and the tokens of a response have different advantages.
     """
 
     def __init__(self, *args, uses_tools: bool = False, **kwargs) -> None:
@@ -195,6 +196,21 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own_
     assert trainer.num_forwards == 6 * 4 + 1  # one of each generation, as above
 
 
+def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
+    trainer = Recording(**arguments(directory), bapo=BalancedWeights(target=0.9))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "bapo/negative_weight" in entry]
+    assert len(logged) == 6
+    for number, metrics in enumerate(logged):
+        ratio, advantages, _ = joined(directory, trainer, number)
+        tapered = torch.where(advantages > 0, 1.0, ratio.clamp(max=1.0)) * advantages.abs()
+        scale = float(tapered[advantages > 0].sum() / tapered[advantages < 0].sum()) / 9
+        assert scale < 1 and metrics["bapo/negative_weight"] == pytest.approx(scale, rel=1e-4)
+        assert metrics["bapo/positive_share"] == pytest.approx(0.9, abs=1e-4)
+        assert metrics["clip_ratio/region_mean"] == 0
+    assert trainer.num_forwards == 2 * 6 * 4 + 1
+
+
 def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our_own(directory):
     trainer = trained(directory, num_iterations=1, steps_per_generation=4, max_steps=2)
     assert all("old_per_token_logps" not in inputs for window in trainer.windows for inputs in window)
@@ -220,6 +236,11 @@ def test_a_window_that_crosses_a_generation_is_searched_as_far_as_it_is_there_an
 def test_a_loss_without_a_token_ratio_or_with_its_own_clip_is_refused(directory, overrides, message):
     with pytest.raises(ValueError, match=message):
         BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
+
+
+def test_a_kl_term_by_ratios_is_refused_with_weights(directory):
+    with pytest.raises(ValueError, match="use_bias_correction_kl True is not allowed"):
+        BapoGRPOTrainer(**arguments(directory, beta=0.1, use_bias_correction_kl=True), bapo="topr")
 
 
 def train_rank(rank: int, directory, port: int, results) -> None:

@@ -140,6 +140,10 @@ COMMANDS = {
     "no prompts": (dict(data__prompt_dataset=None), ["--data.prompt_dataset: is missing"]),
     "no reward": (dict(reward__remote_url=None), ["--reward.remote_url: is missing"]),
     "no engines": (dict(vllm__num_engines=None), ["--vllm.num_engines None", "1 or more"]),
+    "images that would wait": (
+        dict(rollout__vllm_generate_batch_size=32, train__async_enable=True, data__max_images_per_prompt=1),
+        ["--rollout.vllm_generate_batch_size 32", "allowed only without --data.max_images_per_prompt"],
+    ),
     "an unknown flag": (dict(train__batch_sise=64), ["unrecognized arguments: --train.batch_sise 64"]),
     "betas": ({"actor.adam.betas": "0.9 1.5"}, ["--actor.adam.betas 0.9 1.5", "from 0, below 1"]),
     "clip range": ({"reward.clip_range": "10 -10"}, ["--reward.clip_range 10.0 -10.0", "LOW below HIGH"]),
@@ -450,7 +454,7 @@ FILES = {
         ["--train.agent_func_path", "agent.py: cannot be loaded (SyntaxError", "defines AgentExecutor"],
     ),
     "an agent file without AgentExecutor": (agent("x = 1\n"), ["agent.py: cannot be loaded (AttributeError"]),
-    "an AgentExecutor of its own": (
+    "an AgentExecutor without OpenRLHF's base class": (
         agent("class AgentExecutor: ...\n"),
         ["agent.py: cannot be loaded (TypeError: AgentExecutor is not an openrlhf.utils.agent.AgentExecutorBase)"],
     ),

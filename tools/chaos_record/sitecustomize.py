@@ -13,7 +13,7 @@ import wrapt
 
 
 def digest(pool) -> str:
-    """Of everything in a replay pool."""
+    """Return a hash of everything in a replay pool."""
     found = hashlib.sha256()
     for key, group in pool._groups.items():
         found.update(f"{key} {group.num_reused}".encode())

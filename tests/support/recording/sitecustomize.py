@@ -5,7 +5,7 @@ independently of our code. The folder RECORDING gets
 
     weights-N.pt         the weights of the N-th broadcast
     actor-N-R-I.pt       the I-th micro-batch that rank R trained on, after N broadcasts: all tensors of the experience,
-                         the inputs of the loss, and the fraction of tokens that the loss clipped
+                         the inputs of the loss, the loss, its bounds, and the fraction of tokens that it clipped
     critic-N-R-I.pt      the same for the critic, without the loss
 
 Broadcasts of a resumed run are counted from RECORDING_START. The run is in float32, so that the log-probs of different
@@ -34,9 +34,11 @@ def _record(trainer: type, model: str) -> None:
 
         record = {name: value for name, value in vars(experience).items() if isinstance(value, torch.Tensor)}
 
-        def note(_, inputs, outputs) -> None:
+        def note(loss, inputs, outputs) -> None:
             record.update(zip(("log_probs", "denominators", "loss_advantages"), inputs, strict=True))
-            record["clip_ratio"] = outputs[1].expand(len(record["sequences"]))
+            bounds = {"lower": 1 - loss.clip_eps_low, "upper": 1 + loss.clip_eps_high}
+            for name, value in {"loss": outputs[0], "clip_ratio": outputs[1], **bounds}.items():
+                record[name] = torch.as_tensor(value).expand(len(record["sequences"]))
 
         if model == "actor":
             hook = self.actor_loss_fn.register_forward_hook(note)
