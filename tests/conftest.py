@@ -14,7 +14,7 @@ settings.load_profile("project")
 register()
 
 
-# A run takes up to half of the memory that CI has. One process runs them one after the other, and first: they take long.
+# A run takes up to half of the memory that CI has. One process runs them one by one, and first: they take long.
 LARGE = ("tests/full/test_two_nodes.py", "tests/full/test_verl.py")
 
 
