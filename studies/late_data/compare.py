@@ -2,18 +2,19 @@
 
 python studies/late_data/compare.py screen   # stage 1: every rule by regime and learning rate, and which rules lead
 python studies/late_data/compare.py test     # stage 2: differences from ppo with intervals, corrected for their number
+python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's prediction beside the measured change of entropy
 
-Both read finished cells from --results and --runs, and leave out methods whose cells are not complete.
+They read finished cells from --results and --runs, and leave out methods whose cells are not complete.
 """
 
 import argparse
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 
 from scipy import stats
-from study import HERE, Columns, markdown, read_cells, read_results
+from study import HERE, Columns, markdown, mean_and_error, read_cells, read_results
 
 LAST = 3  # checkpoints of the endpoint
 STAGES = {"screen": range(200, 205), "test": range(210, 220)}
@@ -51,6 +52,48 @@ def outcome(columns: Columns) -> Outcome:
     entropy = fmean(columns["entropy"][-fifth:])
     began = columns["reward"][0], columns["entropy"][0]
     return Outcome(accuracy, fmean(measured), entropy, columns["pass16"][-1], accuracy < measured[0], began)
+
+
+WINDOW = 5  # rollouts
+QUADRANTS = [f"{sign}_{side}" for sign in ("positive", "negative") for side in ("high", "low")]
+PARTS = [f"{quadrant}_{fate}" for fate in ("trained", "left_out") for quadrant in QUADRANTS]
+
+
+def predicted_and_measured(columns: Columns, window: int) -> list[tuple[float, float]]:
+    """Return a run's predicted and measured changes of entropy, summed over as many rollouts as a window has.
+
+    The updates after rollout n change the entropy between the rollouts n and n + 1.
+    """
+    predicted, entropy = columns["entropy/predicted_change"], columns["entropy"]
+    first = next(n for n, value in enumerate(predicted) if value == value)  # training starts after the lag
+    starts = range(first, len(entropy) - window, window)
+    return [(sum(predicted[n : n + window]), entropy[n + window] - entropy[n]) for n in starts]
+
+
+def entropy_correlation(columns: Columns, window: int) -> float:
+    """Return the correlation over a run's windows between predicted and measured change of entropy."""
+    return correlation(*zip(*predicted_and_measured(columns, window), strict=True))
+
+
+def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
+    """Return Markdown: by regime and method the correlation, and the mean part of each quadrant, over all cells."""
+    by_regime: dict[str, dict[str, list[Columns]]] = defaultdict(lambda: defaultdict(list))
+    for name, cell in cells.items():
+        if name in found and "entropy/predicted_change" in found[name]:
+            by_regime[regime(cell)][cell["method"]].append(found[name])
+    lines = []
+    for name, by_method in by_regime.items():
+        rows = []
+        for method, runs in by_method.items():
+            correlations = [[entropy_correlation(run, window) for run in runs] for window in (1, WINDOW)]
+            numbers = [fmean((run["entropy"][-1] - run["entropy"][0]) / (len(run["entropy"]) - 1) for run in runs)]
+            for part in ("predicted_change", *PARTS):
+                numbers.append(fmean(value for run in runs for value in run[f"entropy/{part}"] if value == value))
+            rows.append([method, *map(mean_and_error, correlations), *(f"{number:+.4f}" for number in numbers)])
+        head = ["method", "correlation per rollout", f"per {WINDOW} rollouts", "measured", "predicted", *PARTS]
+        title = f"{name}: measured and predicted change of entropy per rollout, mean \u00b1 standard error (runs)"
+        lines += [title, "", *markdown(head, rows)]
+    return lines
 
 
 def regime(cell: dict) -> str:
@@ -196,12 +239,15 @@ def difference_lines(table: Table, screened: Table, against: str = "ppo") -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("stage", choices=[*STAGES, "entropy"])
     parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/cells"), help="default: %(default)s")
     args = parser.parse_args()
     cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
+    if args.stage == "entropy":
+        print("\n".join(entropy_lines(cells, found)))
+        return
     screened = outcomes(cells, found, STAGES["screen"])
     if args.stage == "screen":
         print("\n".join(screen_lines(screened)))

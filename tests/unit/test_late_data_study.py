@@ -646,6 +646,19 @@ def test_a_rule_that_is_another_one_in_the_papers_regime_takes_its_figures_there
     assert compare.screened_rate(table, "walk lag 4 mixed True", "stock") == 5e-5
 
 
+def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollout():
+    changes = [0.3, -0.2, 0.1, 0.4, -0.5, 0.2, 0.1, -0.3, 0.2, 0.3, 0.1]
+    entropy = [1.0, 1.0, *(1.0 + sum(changes[: n + 1]) for n in range(len(changes)))]
+    columns = {"entropy": entropy, "entropy/predicted_change": [nan, *(2 * change for change in changes), 0.0]}
+    pairs = compare.predicted_and_measured(columns, 5)
+    assert pairs == [pytest.approx((0.2, 0.1)), pytest.approx((1.0, 0.5))]
+    assert compare.entropy_correlation(columns, 1) == pytest.approx(1)
+    columns |= {f"entropy/{part}": [nan, *[0.25] * 12] for part in compare.PARTS} | {"reward": [0.1]}
+    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 0, "lr": 1e-4}
+    *_, row, _ = compare.entropy_lines({"a": cell, "b": cell, "c": cell}, {"a": columns, "b": columns})
+    assert row.startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in row
+
+
 START = """
 import sys
 import torch
