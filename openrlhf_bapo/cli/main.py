@@ -16,6 +16,7 @@ COMMANDS = {
     "progress": ("progress", None),
     "plot": ("plot", "plot"),
     "tokens": ("tokens", "plot"),
+    "doctor": ("doctor", "plot"),
 }
 
 

@@ -1,0 +1,72 @@
+"""Says what is wrong with runs, from their TensorBoard logs: since which step, by which figure, and what to change."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.core.doctor import Finding, diagnose
+
+
+def findings_of(run: Path) -> list[Finding]:
+    """Return the findings of a run's folder.
+
+    Raises:
+        FileNotFoundError: if it has no TensorBoard scalars.
+    """
+    return diagnose({tag.removeprefix("train/"): values for tag, values in read_scalars(run).items()})
+
+
+def describe(finding: Finding) -> str:
+    """Format a finding as two lines."""
+    kind = "wrong" if finding.is_wrong else "watch"
+    return f"{kind}: {finding.text} (`{finding.metric}`, since step {finding.since})\n       {finding.remedy}"
+
+
+def _changes(before: Iterable[Finding], now: Iterable[Finding]) -> list[str]:
+    """Return lines for findings that came and went. A finding is the same as long as its metric and kind are."""
+    old, new = ({(finding.metric, finding.is_wrong): finding for finding in found} for found in (before, now))
+    lines = [describe(new[key]) for key in new if key not in old]
+    return lines + [f"gone: `{metric}`" for metric, is_wrong in old if (metric, is_wrong) not in new]
+
+
+def main(argv: list[str]) -> None:
+    """Diagnose the runs. Exit code 1: something is wrong; 2: a folder has no logs."""
+    parser = argparse.ArgumentParser(prog="openrlhf-bapo doctor", description=__doc__, allow_abbrev=False)
+    parser.error = exit_with_one_line
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with TensorBoard logs, of any depth")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: the findings by folder")
+    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again, and print what comes and goes")
+    args = parser.parse_args(argv)
+    if args.watch is not None and not args.watch > 0:
+        parser.error(f"--watch {args.watch:g}: allowed: above 0")
+    if args.watch and args.json:
+        parser.error("--watch and --json cannot be combined")
+
+    found: dict[Path, list[Finding]] = {}
+    while True:
+        for run in args.runs:
+            try:
+                now = findings_of(run)
+            except FileNotFoundError as error:
+                if args.watch is None:
+                    parser.error(f"{error}; allowed: a folder with events.out.tfevents files")
+                continue  # a run that has not made its first step
+            if args.watch is not None:
+                for line in _changes(found.get(run, []), now):
+                    print(f"[{time.strftime('%H:%M:%S')}] {run}: {line}", flush=True)
+            found[run] = now
+        if args.watch is None:
+            break
+        time.sleep(args.watch)
+    if args.json:
+        print(json.dumps({str(run): [finding._asdict() for finding in now] for run, now in found.items()}, indent=1))
+    else:
+        for run, now in found.items():
+            print(f"{run}: nothing found" if not now else f"{run}:")
+            print("".join(f"  {describe(finding)}\n" for finding in now), end="")
+    sys.exit(any(finding.is_wrong for now in found.values() for finding in now))

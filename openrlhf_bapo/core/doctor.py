@@ -1,0 +1,215 @@
+"""What is wrong with a run, from its metrics: the rules of `openrlhf-bapo doctor`.
+
+The limits of reward, entropy, effective sample size and clip fractions were chosen on runs of the study of late data
+with even seeds (studies/late_data/study_doctor.py); the others follow from the definition of the metric.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from openrlhf_bapo.core.metric_guide import SECTIONS
+
+Scalars = Mapping[str, tuple[list[int], list[float]]]
+"""Steps and values by the metric's name without "train/"."""
+
+REMEDIES = {name: guide.remedy for guides in SECTIONS.values() for guide in guides for name in guide.metrics}
+
+
+def level(values: np.ndarray, window: int = 5) -> np.ndarray:
+    """Return the mean over the last `window` points at each point, NaN before there are so many."""
+    found = np.full(len(values), math.nan)
+    if len(values) >= window:
+        found[window - 1 :] = np.convolve(values, np.full(window, 1 / window), "valid")
+    return found
+
+
+def to_start(values: np.ndarray) -> np.ndarray:
+    """Return the level as a multiple of its first value."""
+    levels = level(values)
+    return levels / levels[4] if len(values) >= 5 and levels[4] > 0 else np.full(len(values), math.nan)
+
+
+def to_best(values: np.ndarray) -> np.ndarray:
+    """Return the level over ten points as a fraction of its best so far, where that is above 0."""
+    levels = level(values, 10)
+    best = np.fmax.accumulate(levels)
+    return np.divide(levels, best, out=np.full(len(values), math.nan), where=best > 0)
+
+
+def total(values: np.ndarray) -> np.ndarray:
+    """Return the sum of all points so far."""
+    return np.cumsum(values)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A figure of a run with its limits. A limit of None is never passed."""
+
+    metric: str
+    says: str
+    """The finding in words; {value} is the figure."""
+
+    measure: Callable[[np.ndarray], np.ndarray] = level
+    wrong: float | None = None
+    """Beyond this limit something is wrong."""
+
+    watch: float | None = None
+    """Beyond this limit something is unusual."""
+
+    is_above: bool = True
+    """Whether figures above the limits are beyond them, or figures below."""
+
+    remedy: str = ""
+    """What to do; "": the remedy of docs/metrics.md."""
+
+
+LOWER_RATE = "a lower learning rate (`--actor.adam.lr`), from a checkpoint before the change"
+
+CHECKS = (
+    Check(
+        "offpolicy/updates_skipped",
+        "{value:.0f} optimizer steps were skipped, because loss or gradient was not finite",
+        total,
+        wrong=0,
+    ),
+    Check(
+        "offpolicy/nonfinite_tokens", "{value:.0f} tokens were left out, because they are not finite", total, watch=0
+    ),
+    Check(
+        "rollout/reward_mean",
+        "the reward has fallen to {value:.0%} of its best",
+        to_best,
+        wrong=0.8,
+        watch=0.9,
+        is_above=False,
+        remedy=LOWER_RATE,
+    ),
+    Check(
+        "rollout/reward_std",
+        "all rewards are equal, so that nothing can be learned from them",
+        wrong=1e-6,
+        is_above=False,
+        remedy="read some responses and the log of the reward; prompts that are neither too hard nor too easy",
+    ),
+    Check(
+        "entropy_loss",
+        "entropy has fallen to {value:.0%} of its start",
+        to_start,
+        wrong=0.2,
+        watch=0.4,
+        is_above=False,
+        remedy="which tokens lower it: `entropy/*` and `openrlhf-bapo tokens`; a higher `--bapo.ratio_upper_max`, or "
+        "a lower learning rate",
+    ),
+    Check(
+        "entropy_loss",
+        "entropy has grown to {value:.0%} of its start",
+        to_start,
+        wrong=1.3,
+        watch=1.15,
+        remedy=LOWER_RATE,
+    ),
+    Check(
+        "offpolicy/ess",
+        "the effective sample size is {value:.2f} of the samples",
+        wrong=0.65,
+        watch=0.85,
+        is_above=False,
+    ),
+    Check(
+        "bapo/clip_frac_negative",
+        "{value:.0%} of the tokens with A < 0 are below the lower bound",
+        wrong=0.28,
+        watch=0.22,
+    ),
+    Check(
+        "bapo/clip_frac_positive",
+        "{value:.0%} of the tokens with A > 0 are above the upper bound",
+        wrong=0.15,
+        watch=0.1,
+    ),
+    Check("offpolicy/ratio_max", "the largest ratio of a step is {value:.0f} on average", watch=20),
+    Check("offpolicy/engine_mismatch", "log-probs of engine and actor differ by {value:.3f}", wrong=0.05, watch=0.02),
+    Check("offpolicy/engine_mismatch", "that difference is {value:.1f} times that of the start", to_start, watch=3),
+    Check(
+        "bapo/target_reached",
+        "the target of the positive share is met in {value:.0%} of the updates",
+        lambda values: level(values, 10),
+        watch=1e-6,
+        is_above=False,
+        remedy=REMEDIES["bapo/clip_low"],
+    ),
+    Check("reward_fault/dropped", "{value:.0f} prompt groups were dropped without a reward", total, watch=0),
+    Check("replay/samples_dropped", "{value:.0f} samples filled no whole micro-batch", total, watch=0),
+    Check("partial/waiting", "{value:.1f} times as many groups wait as at the start", to_start, watch=3),
+    Check("partial/in_flight", "{value:.1f} times as many groups are unfinished as at the start", to_start, watch=3),
+)
+"""The most important first."""
+
+
+class Finding(NamedTuple):
+    """What a check found at the end of a run, or so far."""
+
+    is_wrong: bool
+    """False: unusual."""
+
+    since: int
+    """The first step from which on the figure was beyond its limit."""
+
+    metric: str
+    text: str
+    remedy: str
+
+
+def diagnose(scalars: Scalars) -> list[Finding]:
+    """Return what is wrong with a run now, the most important first, then what is unusual."""
+    found = [finding for check in CHECKS if (finding := _find(check, scalars))]
+    found += [finding for finding in (_unread(scalars), _waits_for_ranks(scalars)) if finding]
+    return sorted(found, key=lambda finding: not finding.is_wrong)
+
+
+def _find(check: Check, scalars: Scalars) -> Finding | None:
+    if check.metric not in scalars:
+        return None
+    steps, values = (np.asarray(column) for column in scalars[check.metric])
+    is_finite = np.isfinite(values.astype(float))
+    steps, figures = steps[is_finite], check.measure(values[is_finite].astype(float))
+    for limit, is_wrong in ((check.wrong, True), (check.watch, False)):
+        if limit is None:
+            continue
+        is_beyond = figures > limit if check.is_above else figures < limit
+        if len(figures) and is_beyond[-1]:
+            since = len(is_beyond) - int(np.argmin(is_beyond[::-1])) if not is_beyond.all() else 0
+            text = check.says.format(value=figures[-1])
+            return Finding(is_wrong, int(steps[since]), check.metric, text, check.remedy or REMEDIES[check.metric])
+    return None
+
+
+def _sums(scalars: Scalars, *names: str) -> list[float]:
+    return [float(np.nansum(scalars[name][1])) if name in scalars else 0.0 for name in names]
+
+
+def _unread(scalars: Scalars) -> Finding | None:
+    """Find replayed groups that mostly expire before they are drawn."""
+    expired, sampled = _sums(scalars, "replay/groups_expired", "replay/groups_sampled")
+    if expired <= max(sampled, 10.0):
+        return None
+    text = f"{expired:.0f} groups expired in the pool, and {sampled:.0f} were replayed"
+    return Finding(
+        False, scalars["replay/groups_expired"][0][0], "replay/groups_expired", text, REMEDIES["replay/groups_expired"]
+    )
+
+
+def _waits_for_ranks(scalars: Scalars) -> Finding | None:
+    """Find a search that takes a visible part of training, because it waits for other ranks."""
+    search, training = _sums(scalars, "timing/bapo_search", "timing/ppo_train")
+    if search <= 0.1 * training:
+        return None
+    text = f"the search takes {search / training:.0%} of the training phase"
+    return Finding(
+        False, scalars["timing/bapo_search"][0][0], "timing/bapo_search", text, REMEDIES["timing/bapo_search"]
+    )

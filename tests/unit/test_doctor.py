@@ -1,0 +1,195 @@
+"""`openrlhf-bapo doctor`: each check finds what is beyond its limit, since when, and nothing else."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pipeline
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from openrlhf_bapo.cli import doctor as command
+from openrlhf_bapo.core import doctor
+from openrlhf_bapo.core.doctor import CHECKS, Finding, diagnose
+
+sys.path.append(str(pipeline.REPOSITORY / "studies/late_data"))
+import study
+from study_doctor import has_fallen_apart, wrong
+
+HEALTHY = {
+    "offpolicy/updates_skipped": 0.0,
+    "offpolicy/nonfinite_tokens": 0.0,
+    "rollout/reward_mean": 0.5,
+    "rollout/reward_std": 0.4,
+    "entropy_loss": 0.8,
+    "offpolicy/ess": 0.95,
+    "bapo/clip_frac_negative": 0.1,
+    "bapo/clip_frac_positive": 0.02,
+    "offpolicy/ratio_max": 4.0,
+    "offpolicy/engine_mismatch": 0.005,
+    "bapo/target_reached": 0.5,
+    "reward_fault/dropped": 0.0,
+    "replay/samples_dropped": 0.0,
+    "replay/groups_expired": 1.0,
+    "replay/groups_sampled": 8.0,
+    "partial/waiting": 4.0,
+    "partial/in_flight": 9.0,
+    "timing/bapo_search": 0.01,
+    "timing/ppo_train": 1.0,
+}
+
+
+def run_of(num_steps: int = 40, **changes: list[float]) -> dict[str, tuple[list[int], list[float]]]:
+    """A healthy run's metrics; changes, with "__" for "/", replace the last values."""
+    values = {name: [value] * num_steps for name, value in HEALTHY.items()}
+    for name, last in changes.items():
+        column = values[name.replace("__", "/")]
+        column[len(column) - len(last) :] = last
+    return {name: (list(range(1, num_steps + 1)), column) for name, column in values.items()}
+
+
+def test_a_healthy_run_has_no_findings_nor_has_one_that_has_just_begun_or_logs_nothing_of_ours():
+    assert diagnose(run_of()) == diagnose(run_of(1)) == diagnose({}) == diagnose({"loss": ([1], [2.0])}) == []
+    assert {check.metric for check in CHECKS} <= HEALTHY.keys()
+
+
+CASES = {
+    # metric: (values at the end, is it wrong, since which step of 40)
+    "offpolicy/updates_skipped": ([1.0, 0.0, 0.0], True, 38),
+    "offpolicy/nonfinite_tokens": ([0.0, 3.0], False, 40),
+    "rollout/reward_mean": ([0.1] * 4, True, 39),  # means over ten: 0.46, 0.42, 0.38, 0.34; the best is 0.5
+    "rollout/reward_std": ([0.0] * 7, True, 38),
+    "entropy_loss": ([0.1] * 6, True, 39),  # means over five: 0.66, 0.52, 0.38, 0.24, 0.1, 0.1
+    "offpolicy/ess": ([0.3] * 5, True, 38),  # 0.82, 0.69, 0.56, 0.43, 0.3
+    "bapo/clip_frac_negative": ([0.5] * 5, True, 38),
+    "bapo/clip_frac_positive": ([0.3] * 5, True, 38),
+    "offpolicy/ratio_max": ([50.0] * 5, False, 37),
+    "offpolicy/engine_mismatch": ([0.1] * 5, True, 38),
+    "bapo/target_reached": ([0.0] * 12, False, 38),
+    "reward_fault/dropped": ([2.0], False, 40),
+    "replay/samples_dropped": ([2.0], False, 40),
+    "partial/waiting": ([40.0] * 3, False, 39),
+    "partial/in_flight": ([90.0] * 3, False, 39),
+}
+
+
+@pytest.mark.parametrize("metric", CASES)
+def test_a_check_finds_a_figure_beyond_its_limit_and_the_step_since_when(metric):
+    last, is_wrong, since = CASES[metric]
+    found = diagnose(run_of(**{metric.replace("/", "__"): last}))
+    assert found[0].metric == metric and (found[0].is_wrong, found[0].since) == (is_wrong, since)
+    assert {finding.metric for finding in found} == {metric} and found[0].remedy
+
+
+def test_every_check_has_a_case():
+    assert {check.metric for check in CHECKS} == CASES.keys()
+
+
+def test_entropy_that_grows_and_a_mismatch_that_grows_are_found_too():
+    (grown,) = diagnose(run_of(entropy_loss=[1.2] * 6))
+    assert grown.is_wrong and "grown to 150%" in grown.text
+    (mismatch,) = diagnose(run_of(offpolicy__engine_mismatch=[0.018] * 6))
+    assert not mismatch.is_wrong and "3.6 times" in mismatch.text
+
+
+def test_what_was_wrong_and_is_no_longer_is_not_found_and_non_finite_values_do_not_count():
+    assert diagnose(run_of(offpolicy__ess=[0.3] * 20 + [0.95] * 10)) == []
+    values = [math.nan, 0.3, math.nan, 0.3, 0.3, math.inf, 0.3, 0.3, math.nan]
+    (found,) = diagnose(run_of(offpolicy__ess=values))
+    assert (found.is_wrong, found.since) == (True, 36)  # of the finite values the third, a mean of 0.56
+
+
+def test_wrong_findings_come_before_unusual_ones():
+    found = diagnose(
+        run_of(offpolicy__ratio_max=[50.0] * 6, bapo__clip_frac_positive=[0.3] * 6, reward_fault__dropped=[1])
+    )
+    assert [finding.is_wrong for finding in found] == [True, False, False]
+
+
+def test_replayed_groups_that_expire_unread_and_a_search_that_waits_are_found():
+    (found,) = diagnose(run_of(replay__groups_expired=[20.0] * 40))
+    assert found.text == "800 groups expired in the pool, and 320 were replayed" and not found.is_wrong
+    (found,) = diagnose(run_of(timing__bapo_search=[0.2] * 40))
+    assert found.text == "the search takes 20% of the training phase"
+
+
+def write(folder, scalars) -> None:
+    writer = SummaryWriter(folder)
+    for name, (steps, values) in scalars.items():
+        for step, value in zip(steps, values, strict=True):
+            writer.add_scalar(f"train/{name}", value, step)
+    writer.close()
+
+
+def test_the_command_prints_findings_with_remedies_as_text_or_json_and_exits_with_1_if_something_is_wrong(
+    tmp_path, capsys
+):
+    write(tmp_path / "good/tensorboard", run_of())
+    write(tmp_path / "bad/tensorboard", run_of(offpolicy__ess=[0.3] * 5))
+    with pytest.raises(SystemExit) as end:
+        command.main([str(tmp_path / "good")])
+    assert not end.value.code and capsys.readouterr().out == f"{tmp_path / 'good'}: nothing found\n"
+    with pytest.raises(SystemExit) as end:
+        command.main([str(tmp_path / "good"), str(tmp_path / "bad")])
+    said = capsys.readouterr().out
+    assert end.value.code == 1
+    assert "wrong: the effective sample size is 0.30 of the samples (`offpolicy/ess`, since step 38)" in said
+    assert doctor.REMEDIES["offpolicy/ess"] in said
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path / "bad"), "--json"])
+    ((finding,),) = json.loads(capsys.readouterr().out).values()
+    assert finding["metric"] == "offpolicy/ess" and finding["since"] == 38 and finding["is_wrong"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["."], "no TensorBoard scalars under"),
+        ([".", "--watch", "0"], "--watch 0: allowed: above 0"),
+        ([".", "--watch", "1", "--json"], "--watch and --json"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        command.main(flags)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+def test_watch_prints_what_comes_and_what_goes_while_a_run_goes_on(tmp_path):
+    watch = [sys.executable, "-m", "openrlhf_bapo.cli.main", "doctor", str(tmp_path / "run"), "--watch", "0.2"]
+    log = tmp_path / "log"
+    (tmp_path / "run").mkdir()
+    with pipeline.running(watch, log) as process:
+        write(tmp_path / "run", run_of(offpolicy__ess=[0.3] * 5))
+        pipeline.wait_until(lambda: "wrong: the effective sample size" in log.read_text(), process, log)
+        writer = SummaryWriter(tmp_path / "run", filename_suffix=".more")
+        for step in range(41, 50):
+            writer.add_scalar("train/offpolicy/ess", 0.95, step)
+        writer.close()
+        pipeline.wait_until(lambda: "gone: `offpolicy/ess`" in log.read_text(), process, log)
+
+
+def test_a_finding_that_only_changes_its_figure_is_not_said_again():
+    before = [Finding(True, 3, "offpolicy/ess", "0.5", "")]
+    assert command._changes(before, [Finding(True, 3, "offpolicy/ess", "0.4", "")]) == []
+
+
+def test_of_the_studys_runs_those_that_fell_apart_are_named_and_few_others_are():
+    cells = study.read_parquet(study.HERE / "results.parquet")
+    odd = {name: columns for name, columns in cells.items() if int(name.rpartition("seed")[2]) % 2}
+    fell = {name for name, columns in odd.items() if has_fallen_apart(columns)}
+    named = {name for name, columns in odd.items() if wrong(columns)}
+    page = (pipeline.REPOSITORY / "docs/metrics.md").read_text()
+    assert f"| {len(named & fell)} of {len(fell)} | {len(named - fell)} of {len(odd) - len(fell)} |" in page
+    others = [name for name in fell if wrong(odd[name], without="rollout/reward_mean")]
+    assert f"{len(others)} of the {len(fell)} are named" in page.replace("\n", " ")
+
+
+def test_the_metrics_pages_tables_are_those_of_the_guide():
+    run = subprocess.run(
+        [sys.executable, "tools/metrics_page.py", "--check"], cwd=pipeline.REPOSITORY, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
