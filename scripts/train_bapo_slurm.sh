@@ -31,14 +31,22 @@ address=$(on "$head" hostname --ip-address | awk '{print $1}')
 
 on "$head" .venv/bin/ray start --block --head --node-ip-address "$address" --port "$PORT" \
   --num-gpus "$GPUS_PER_NODE" &
+starts=("$!")
 sleep 10
 for node in "${nodes[@]:1}"; do
   on "$node" .venv/bin/ray start --block --address "$address:$PORT" --num-gpus "$GPUS_PER_NODE" &
+  starts+=("$!")
 done
 
 export RAY_ADDRESS=$address:$PORT
 started=$SECONDS
 until [ "$(.venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))' 2>/dev/null)" = "$NUM_NODES" ]; do
+  for number in "${!starts[@]}"; do
+    if ! kill -0 "${starts[$number]}" 2>/dev/null; then
+      echo "Ray has not started on ${nodes[$number]}; its output is above" >&2
+      exit 1
+    fi
+  done
   if [ $((SECONDS - started)) -gt 300 ]; then
     echo "fewer than $NUM_NODES nodes have joined Ray at $RAY_ADDRESS after 300 s" >&2
     exit 1

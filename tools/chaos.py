@@ -9,11 +9,16 @@ Over them every prompt must have been trained on once, or dropped for a counted 
 step must have begun with the version, the optimizer steps and the pool that the one before it left; the learning-rate
 schedule must have made as many steps as the optimizer; the saved pool must be the trainer's. Every run's last ten lines
 must say what ended it, and no process may be left.
+
+With --nodes 2 the policy trains on two nodes, network namespaces that tests/support/nodes.py makes, and each run joins
+a new Ray cluster of them. A node then dies, is cut off, stands still, or loses the shared folder, too.
 """
 
+import argparse
 import collections
 import http.server
 import json
+import os
 import random
 import re
 import signal
@@ -22,7 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,12 +36,13 @@ from pathlib import Path
 import psutil
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+import nodes
 import pipeline
 
 BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
 PATIENCE = 600  # seconds until a run that neither steps nor ends is stuck
-SERVER_AWAY = 20  # seconds
+AWAY = 20  # seconds: reward server, network, shared folder
 LAST_PROCESS = 90  # seconds until a process of a run that has ended is left
 
 ENDED = "openrlhf-bapo: the run has ended: "
@@ -72,6 +79,14 @@ FAULTS = [
     Fault("reward server away", ENDED + ".*--reward"),
     Fault("reward server: garbage", ENDED + ".*--reward"),
     Fault("disk full", ENDED + ".*disk .*is full"),
+]
+NODE_FAULTS = [
+    Fault("node: dies", ENDED),
+    Fault("node: stands still for 30 s", ENDED),
+    Fault("node: cut off for 20 s", ENDED),
+    Fault("node: cut off", ENDED),
+    Fault("node: shared folder away for 20 s", ENDED),
+    Fault("head node: dies", "", (137, -9)),  # the command is on it
 ]
 
 
@@ -182,7 +197,7 @@ class RewardServer:
 
             def log_message(self, *_) -> None: ...
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server = http.server.ThreadingHTTPServer(("", self.port), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
@@ -193,10 +208,71 @@ class RewardServer:
 REPLAY = {"max_staleness": 4, "max_reuse": 2}
 
 
+class Machine:
+    """Where the runs are: here, each with its own Ray cluster."""
+
+    outside = "127.0.0.1"
+    """The address of the reward server for the run."""
+    flags: Mapping[str, object] = {}
+    """Flags of a run here."""
+
+    @contextmanager
+    def running(self, command: list[str], terminal: Path, **environment: str) -> Iterator[subprocess.Popen]:
+        """Run a command until the context is left."""
+        with pipeline.running(command, terminal, **environment) as run:
+            self._run = run
+            yield run
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the run."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._run.pid).children(recursive=True)
+        return []
+
+    def may_stay(self, process: psutil.Process) -> bool:
+        """Say whether a process may outlive the run."""
+        return False
+
+
+class Cluster:
+    """Two nodes; each run has a new cluster of them."""
+
+    flags: Mapping[str, object] = {"actor__num_nodes": 2, "train__colocate_all": True, "vllm__num_engines": 2}
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._number, self._place = directory, 0, nodes.random_place()
+        self.outside = nodes.outside(self._place)
+
+    @contextmanager
+    def running(self, command: list[str], terminal: Path, **environment: str) -> Iterator[subprocess.Popen]:
+        """Start the cluster and run a command on its head until the context is left."""
+        self._number += 1
+        folder = self._directory / f"{self._number}.cluster"
+        folder.mkdir()
+        with nodes.cluster(folder, self._place, **environment) as (cluster, self.head), cluster.joined() as self.other:
+            self._of_ray = {*self.head.pids(), *self.other.pids()}
+            with cluster.running(self.head, command, terminal) as run:
+                yield run
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the nodes."""
+        found = []
+        for pid in self.head.pids() + self.other.pids():
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+    def may_stay(self, process: psutil.Process) -> bool:
+        """Say whether a process belongs to Ray, which goes on without the run."""
+        with suppress(psutil.NoSuchProcess):
+            return process.pid in self._of_ray or "ray::IDLE" in " ".join(process.cmdline())
+        return False
+
+
 class Chaos:
     """The runs, one after the other, in one folder."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, num_nodes: int = 1) -> None:
         self.directory, self.random = directory, random.Random(seed)
         self.checkpoints, self.record = directory / "disk/ckpt", directory / "steps.jsonl"
         self.attempts: list[Attempt] = []
@@ -213,13 +289,15 @@ class Chaos:
         (directory / "train.jsonl").write_text(
             "".join(json.dumps({"input": text, "label": ""}) + "\n" for text in inputs)
         )
+        self.place = Cluster(directory) if num_nodes == 2 else Machine()
+        self.faults += NODE_FAULTS if num_nodes == 2 else []
         self.server = RewardServer()
         self.flags = pipeline.flags(
             directory,
             policy_loss="bapo",
             data__max_len=48,
             data__max_samples=NUM_PROMPTS,
-            reward__remote_url=f"http://127.0.0.1:{self.server.port}",
+            reward__remote_url=f"http://{self.place.outside}:{self.server.port}",
             actor__lr_scheduler="linear",
             actor__adam__lr=1e-5,
             rollout__batch_size=BATCH,
@@ -233,6 +311,7 @@ class Chaos:
             ckpt__max_num=2,
             logger__tensorboard_dir=None,
             **{f"replay__{name}": value for name, value in REPLAY.items()},
+            **self.place.flags,
         )
 
     def records(self) -> list[dict]:
@@ -256,15 +335,15 @@ class Chaos:
             "PYTHONPATH": pipeline.python_path(Path(__file__).parent / "chaos_record"),
         }
         before = len(self.records())
-        with pipeline.running(["bash", "-c", script, "run", str(log), "1", *command], terminal, **environment) as run:
+        follow = ["bash", "-c", script, "run", str(log), "1", *command]
+        with self.place.running(follow, terminal, **environment) as run:
             processes: set[psutil.Process] = set()
 
             def wait(happened) -> bool:
                 """Whether it happened before the run ended, or PATIENCE did."""
                 end = time.monotonic() + PATIENCE
                 while run.poll() is None and time.monotonic() < end:
-                    with suppress(psutil.NoSuchProcess):
-                        processes.update(psutil.Process(run.pid).children(recursive=True))
+                    processes.update(self.place.processes())
                     if happened():
                         return True
                     time.sleep(0.2)
@@ -323,10 +402,27 @@ class Chaos:
         elif fault.name == "reward server: garbage":
             self.server.is_garbage = True
             return self.after_a_while(lambda: setattr(self.server, "is_garbage", False))
+        elif fault in NODE_FAULTS:
+            return self.inject_into_node(fault.name)
+
+    def inject_into_node(self, name: str) -> Callable[[], object] | None:
+        """Let a node's fault come; return its end, or None."""
+        head, other = self.place.head, self.place.other
+        if name == "node: stands still for 30 s":
+            other.signal(signal.SIGSTOP)
+            return self.after_a_while(lambda: other.signal(signal.SIGCONT), 30)
+        if name.startswith("node: cut off"):
+            other.connect(False)
+            return self.after_a_while(lambda: other.connect(True)) if name.endswith("20 s") else None
+        if name == "node: shared folder away for 20 s":
+            other.hide(self.directory / "disk", True)
+            return self.after_a_while(lambda: other.hide(self.directory / "disk", False))
+        (head if name == "head node: dies" else other).signal(signal.SIGKILL)
 
     @staticmethod
-    def after_a_while(action):
-        timer = threading.Timer(SERVER_AWAY, action)
+    def after_a_while(action: Callable[[], object], seconds: float = AWAY) -> Callable[[], None]:
+        """Do something after a while; return a function that waits for it."""
+        timer = threading.Timer(seconds, action)
         timer.start()
         return timer.join
 
@@ -342,7 +438,9 @@ class Chaos:
                 attempt.problems += [f"| {line[:200]}" for line in lines]
             attempt.outcome = attempt.outcome or f"{run.poll()}: {said[0].rpartition(ENDED)[2] if said else ''}"
         end = time.monotonic() + LAST_PROCESS
-        while (left := [process for process in processes if is_left(process)]) and time.monotonic() < end:
+        while (
+            left := [process for process in processes if is_left(process) and not self.place.may_stay(process)]
+        ) and time.monotonic() < end:
             time.sleep(0.5)
         for process in left:
             with suppress(psutil.Error):
@@ -381,11 +479,19 @@ def table(attempts: list[Attempt]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def main(minutes: float, seed: int) -> int:
-    """Run; the exit code."""
+def main() -> int:
+    """Run, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("minutes", type=float, nargs="?", default=10)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--nodes", type=int, choices=[1, 2], default=1, help="(default: %(default)s); 2 needs root")
+    args = parser.parse_args()
+    minutes, seed = args.minutes, args.seed
+    if args.nodes == 2 and os.geteuid() != 0:
+        parser.error("--nodes 2: only root can make network namespaces")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `pipeline.running`, which ends the run
     began = time.monotonic()
-    chaos = Chaos(Path(tempfile.mkdtemp(prefix="chaos-")), seed)
+    chaos = Chaos(Path(tempfile.mkdtemp(prefix="chaos-")), seed, args.nodes)
     print(f"in {chaos.directory}, seed {seed}, {minutes:g} minutes", flush=True)
     bag: list[Fault] = []
     while time.monotonic() - began < 60 * minutes - 60:
@@ -411,4 +517,4 @@ def main(minutes: float, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main())

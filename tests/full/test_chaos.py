@@ -4,6 +4,7 @@ import copy
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import chaos
 import psutil
@@ -80,7 +81,9 @@ def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_pa
     run.wait()
     while not left.cmdline():  # for a moment after its start a process has none
         time.sleep(0.01)
-    chaos.Chaos.check_end(None, attempt, chaos.SIGTERM, run, terminal, {psutil.Process(left.pid)})
+    chaos.Chaos.check_end(
+        SimpleNamespace(place=chaos.Machine()), attempt, chaos.SIGTERM, run, terminal, {psutil.Process(left.pid)}
+    )
     code, said, *_, process = attempt.problems
     assert (code, process) == ("exit code 0", f"left: {left.pid} sleep 600")
     assert said.startswith("the last lines do not say") and left.wait(60) == -signal.SIGKILL

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pipeline
@@ -50,11 +50,29 @@ class Node:
         steps = " && ".join([*self._mounts, 'exec "$@"'])
         return ["ip", "netns", "exec", self.namespace, "sh", "-c", steps, "sh", *command]
 
-    def end(self) -> None:
-        """End all processes of the node at once, as a loss of power does, and remove it."""
-        for pid in _ip("netns", "pids", self.namespace).split():
+    def pids(self) -> list[int]:
+        """Return the ids of all processes of the node."""
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the node; SIGKILL is a loss of power."""
+        for pid in self.pids():
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, number)
+
+    def connect(self, is_connected: bool) -> None:
+        """Cut the node's network, or mend it."""
+        _ip("link", "set", self.namespace, "up" if is_connected else "down")
+
+    def hide(self, folder: Path, is_hidden: bool, process: str = "raylet/raylet") -> None:
+        """Put an empty folder that cannot be written in a folder's place, for a process and its own; or undo that."""
+        change = ["mount", "-t", "tmpfs", "-o", "ro", "none"] if is_hidden else ["umount", "-l"]
+        of = next(pid for pid in self.pids() if process.encode() in Path(f"/proc/{pid}/cmdline").read_bytes())
+        subprocess.run(["nsenter", "--mount", f"--target={of}", *change, folder], check=True)
+
+    def end(self) -> None:
+        """End all processes of the node at once, and remove it."""
+        self.signal(signal.SIGKILL)
         _ip("netns", "delete", self.namespace)
 
 
@@ -84,19 +102,23 @@ class Cluster:
         } | variables
 
     @contextmanager
-    def joined(self, hidden: Path | None = None, **variables: str) -> Iterator[Node]:
-        """Start the next node, with one pretended GPU; end it when the context is left.
+    def joined(
+        self, hidden: Path | None = None, num_gpus: int = 1, has_dashboard: bool = False, **variables: str
+    ) -> Iterator[Node]:
+        """Start the next node; end it when the context is left.
 
         Args:
             hidden: a folder that is empty on this node.
+            num_gpus: pretended GPUs.
+            has_dashboard: whether a head takes jobs, at port 8265.
             **variables: environment variables of this node alone.
         """
         self._num_nodes += 1
         node = Node(self._bridge, f"{self._network}.{self._num_nodes}", self._temporary, hidden)
         options = [f"--address={self.head_address}:{PORT}"]
         if node.address == self.head_address:
-            options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        options += [f"--node-ip-address={node.address}", "--num-gpus=1", "--num-cpus=4"]
+            options = ["--head", f"--port={PORT}", f"--include-dashboard={has_dashboard}", "--dashboard-host=0.0.0.0"]
+        options += [f"--node-ip-address={node.address}", f"--num-gpus={num_gpus}", "--num-cpus=4"]
         options += ["--object-store-memory=200000000", "--disable-usage-stats"]
         ray, log = str(Path(sys.executable).parent / "ray"), self._folder / f"{node.address}.log"
         command = node.command(ray, "start", "--block", *options)
@@ -107,10 +129,14 @@ class Cluster:
         finally:
             node.end()
 
+    def running(self, node: Node, command: list[str], log: Path) -> AbstractContextManager[subprocess.Popen]:
+        """Run a command on a node in the background, until the context is left."""
+        return pipeline.running(node.command(*command), log, **self._variables)
+
     def run(self, node: Node, directory: Path, argv: list[str], name: str) -> tuple[int, str]:
         """Run a training command on a node to its end, and return its exit code and output."""
         log = directory / f"{name}.log"
-        with pipeline.running(node.command(sys.executable, *pipeline.TRAIN, *argv), log, **self._variables) as process:
+        with self.running(node, [sys.executable, *pipeline.TRAIN, *argv], log) as process:
             code = process.wait(900)
         return code, log.read_text()
 
@@ -121,22 +147,51 @@ class Cluster:
         return output
 
 
+def network(place: int) -> str:
+    """Return the first three numbers of the addresses of the cluster at a place."""
+    return f"10.{place >> 8}.{place & 255}"
+
+
+def outside(place: int) -> str:
+    """Return the address of this machine, as the nodes of the cluster at a place see it."""
+    return f"{network(place)}.254"
+
+
+def random_place() -> int:
+    """Return a place for a cluster. Several clusters at once have different places."""
+    return random.SystemRandom().randrange(1 << 16)
+
+
 @contextmanager
-def cluster(folder: Path, **variables: str) -> Iterator[tuple[Cluster, Node]]:
+def joined_network(place: int) -> Iterator[str]:
+    """Make the bridge of the nodes at a place; yield its name."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make network namespaces")
+    bridge = f"node{place}"
+    _ip("link", "add", bridge, "type", "bridge")
+    try:
+        _ip("address", "add", f"{outside(place)}/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        yield bridge
+    finally:
+        _ip("link", "delete", bridge)
+
+
+@contextmanager
+def cluster(
+    folder: Path, place: int | None = None, num_gpus: int = 1, has_dashboard: bool = False, **variables: str
+) -> Iterator[tuple[Cluster, Node]]:
     """Start a cluster of one node, the head; yield the cluster and the node.
 
     Args:
         folder: of the logs.
+        place: from `random_place`; None: another one for every cluster.
+        num_gpus: pretended GPUs of the head.
+        has_dashboard: whether the head takes jobs, at port 8265.
         **variables: environment variables of every process of a run.
     """
-    if os.geteuid() != 0:
-        pytest.skip("only root can make network namespaces")
-    # Several clusters at once have different names and networks.
-    place = random.SystemRandom().randrange(1 << 16)
-    bridge = f"node{place}"
-    with ExitStack() as undo:
-        _ip("link", "add", bridge, "type", "bridge")
-        undo.callback(_ip, "link", "delete", bridge)
-        _ip("link", "set", bridge, "up")
-        found = Cluster(bridge, f"10.{place >> 8}.{place & 255}", folder, variables)
-        yield found, undo.enter_context(found.joined())
+    place = random_place() if place is None else place
+    with joined_network(place) as bridge:
+        found = Cluster(bridge, network(place), folder, variables)
+        with found.joined(num_gpus=num_gpus, has_dashboard=has_dashboard) as head:
+            yield found, head
