@@ -118,6 +118,7 @@ class Cluster:
         options = [f"--address={self.head_address}:{PORT}"]
         if node.address == self.head_address:
             options = ["--head", f"--port={PORT}", f"--include-dashboard={has_dashboard}", "--dashboard-host=0.0.0.0"]
+            options.append("--ray-client-server-port=0")  # none: it ends the head if a start takes more than 30 s
         options += [f"--node-ip-address={node.address}", f"--num-gpus={num_gpus}", "--num-cpus=4"]
         options += ["--object-store-memory=200000000", "--disable-usage-stats"]
         ray, log = str(Path(sys.executable).parent / "ray"), self._folder / f"{node.address}.log"
