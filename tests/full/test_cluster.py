@@ -30,7 +30,7 @@ def address(tmp_path_factory):
     port, log = pipeline.free_port(), tmp_path_factory.mktemp("ray") / "log"
     ray = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}"]
     ray += ["--num-gpus=2", "--num-cpus=8", "--include-dashboard=false"]
-    ray += ["--ray-client-server-port=0", "--disable-usage-stats"]
+    ray += [f"--ray-client-server-port={pipeline.free_port()}", "--disable-usage-stats"]
     # Elsewhere, other tests would find this cluster and join it.
     with pipeline.running(ray, log, RAY_TMPDIR=tempfile.mkdtemp(prefix="ray-")) as process:
         pipeline.wait_until(lambda: "Ray runtime started" in log.read_text(), process, log)

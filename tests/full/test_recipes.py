@@ -5,11 +5,11 @@ import copy
 import json
 import re
 import shlex
+import shutil
 import sys
 import urllib.request
 from pathlib import Path
 
-import nodes
 import pipeline
 import pytest
 import torch
@@ -268,18 +268,24 @@ def test_octothinker3b_trains_on_rewards_of_the_math_file(tiny):
     assert 0.8 <= metrics["bapo/clip_low"] <= 0.9 and metrics["bapo/clip_high"] <= 2.0
 
 
-def test_async_partial_trains_on_stale_tokens_as_a_job_submitted_from_outside_with_openrlhfs_reward_server(tiny):
+def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_reward_server(tiny):
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
 
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(tiny / "model", num_labels=1)
     Qwen2ForSequenceClassification(config).to(torch.bfloat16).save_pretrained(tiny / "reward_model")
     AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tiny / "reward_model")
-    place, port = nodes.random_place(), pipeline.free_port()
-    server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
-    server += ["--host", "0.0.0.0", "--port", str(port)]
-    # The head ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
+    gcs, dashboard, agent, client, port = (pipeline.free_port() for _ in range(5))
+    # Sockets need short paths, and a cluster of our own its own folder.
+    temporary = Path(f"/tmp/openrlhf-bapo-{gcs}")
+    head = [BIN / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
+    head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
+    # The whole head ends when its client server does not get its port, 10001 unless told.
+    head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
+    # It also ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
     patience = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300"}
+    server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
+    server += ["--host", "127.0.0.1", "--port", str(port)]
     # Settings of this test alone: a longer run with replay, and the settings of a run on the CPU that joins a cluster.
     flags = {
         "data.max_samples": 128,
@@ -294,23 +300,26 @@ def test_async_partial_trains_on_stale_tokens_as_a_job_submitted_from_outside_wi
         "actor.adam.lr": 1e-3,
         "vllm.sync_backend": "gloo",
     }
-    with (
-        pipeline.running(server, tiny / "serve_rm.log") as process,
-        nodes.cluster(tiny, place, num_gpus=2, has_dashboard=True, **patience) as (_, head),
-    ):
-        # The dashboard takes jobs, and its agent runs them; any of the three may be the last to answer.
-        urls = [f"http://{head.address}:8265/api/version", f"http://{head.address}:52365/api/local_raylet_healthz"]
-        urls.append(f"http://127.0.0.1:{port}/openapi.json")
-        pipeline.wait_until(lambda: all_answer(*urls), process, tiny / "serve_rm.log")
-        steps = run_tiny(
-            "async_partial",
-            tiny,
-            "async_partial",
-            *(text for name, value in flags.items() for text in (f"--{name}", str(value))),
-            "--vllm.enforce_eager",
-            REWARD=f"http://{nodes.outside(place)}:{port}/get_reward",
-            SUBMIT=f"http://{head.address}:8265",
-        )
+    try:
+        with (
+            pipeline.running(server, tiny / "serve_rm.log"),
+            pipeline.running(head, tiny / "head.log", **patience) as process,
+        ):
+            # The dashboard takes jobs, and its agent runs them; any of the three may be the last to answer.
+            paths = {dashboard: "api/version", agent: "api/local_raylet_healthz", port: "openapi.json"}
+            urls = [f"http://127.0.0.1:{number}/{path}" for number, path in paths.items()]
+            pipeline.wait_until(lambda: all_answer(*urls), process, tiny / "head.log")
+            steps = run_tiny(
+                "async_partial",
+                tiny,
+                "async_partial",
+                *(text for name, value in flags.items() for text in (f"--{name}", str(value))),
+                "--vllm.enforce_eager",
+                REWARD=f"http://127.0.0.1:{port}/get_reward",
+                SUBMIT=f"http://127.0.0.1:{dashboard}",
+            )
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     assert len(steps) == 8
     assert "POST /get_reward" in (tiny / "serve_rm.log").read_text()
     assert len({step["rollout/reward_mean"] for step in steps}) >= 6  # a model's, real numbers

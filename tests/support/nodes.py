@@ -102,24 +102,19 @@ class Cluster:
         } | variables
 
     @contextmanager
-    def joined(
-        self, hidden: Path | None = None, num_gpus: int = 1, has_dashboard: bool = False, **variables: str
-    ) -> Iterator[Node]:
-        """Start the next node; end it when the context is left.
+    def joined(self, hidden: Path | None = None, **variables: str) -> Iterator[Node]:
+        """Start the next node, with one pretended GPU; end it when the context is left.
 
         Args:
             hidden: a folder that is empty on this node.
-            num_gpus: pretended GPUs.
-            has_dashboard: whether a head takes jobs, at port 8265.
             **variables: environment variables of this node alone.
         """
         self._num_nodes += 1
         node = Node(self._bridge, f"{self._network}.{self._num_nodes}", self._temporary, hidden)
         options = [f"--address={self.head_address}:{PORT}"]
         if node.address == self.head_address:
-            options = ["--head", f"--port={PORT}", f"--include-dashboard={has_dashboard}", "--dashboard-host=0.0.0.0"]
-            options.append("--ray-client-server-port=0")  # none: it ends the head if a start takes more than 30 s
-        options += [f"--node-ip-address={node.address}", f"--num-gpus={num_gpus}", "--num-cpus=4"]
+            options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        options += [f"--node-ip-address={node.address}", "--num-gpus=1", "--num-cpus=4"]
         options += ["--object-store-memory=200000000", "--disable-usage-stats"]
         ray, log = str(Path(sys.executable).parent / "ray"), self._folder / f"{node.address}.log"
         command = node.command(ray, "start", "--block", *options)
@@ -179,20 +174,16 @@ def joined_network(place: int) -> Iterator[str]:
 
 
 @contextmanager
-def cluster(
-    folder: Path, place: int | None = None, num_gpus: int = 1, has_dashboard: bool = False, **variables: str
-) -> Iterator[tuple[Cluster, Node]]:
+def cluster(folder: Path, place: int | None = None, **variables: str) -> Iterator[tuple[Cluster, Node]]:
     """Start a cluster of one node, the head; yield the cluster and the node.
 
     Args:
         folder: of the logs.
         place: from `random_place`; None: another one for every cluster.
-        num_gpus: pretended GPUs of the head.
-        has_dashboard: whether the head takes jobs, at port 8265.
         **variables: environment variables of every process of a run.
     """
     place = random_place() if place is None else place
     with joined_network(place) as bridge:
         found = Cluster(bridge, network(place), folder, variables)
-        with found.joined(num_gpus=num_gpus, has_dashboard=has_dashboard) as head:
+        with found.joined() as head:
             yield found, head
