@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LARGE))
     for item in items:
         if item.path.parent.name in ("integration", "full") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(1200))
+            item.add_marker(pytest.mark.timeout(3000))
 
 
 @pytest.fixture

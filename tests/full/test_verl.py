@@ -17,7 +17,6 @@ from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
 from openrlhf_bapo.cli import plot
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
-pytestmark = pytest.mark.timeout(1800)
 SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.35)  # as in verl_cases.py
 
 

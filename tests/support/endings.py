@@ -58,7 +58,7 @@ class Run:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if is_left(child) and child.cmdline()[0].startswith(name)]
 
-    def end(self, seconds: float = 400) -> tuple[int, list[str]]:
+    def end(self, seconds: float = 900) -> tuple[int, list[str]]:
         """Wait until the run and all its processes have ended; returns the exit code and the terminal's lines."""
         processes = self.processes()
         code = self.process.wait(seconds)

@@ -133,7 +133,7 @@ class Cluster:
         """Run a training command on a node to its end, and return its exit code and output."""
         log = directory / f"{name}.log"
         with self.running(node, [sys.executable, *pipeline.TRAIN, *argv], log) as process:
-            code = process.wait(900)
+            code = process.wait(1800)
         return code, log.read_text()
 
     def train(self, node: Node, directory: Path, argv: list[str], name: str) -> str:

@@ -390,7 +390,7 @@ def running(command: list[str], log: Path, **environment):
                     process.wait(60)
 
 
-def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = 300) -> None:
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = 900) -> None:
     """Wait until `happened()`. Fail with the end of the log if the process ends or the time is over before."""
     end = time.monotonic() + seconds
     while not happened():
@@ -398,7 +398,7 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Pat
         time.sleep(0.2)
 
 
-def run_script(script: str, *flags: str, seconds: float = 900, **environment) -> subprocess.CompletedProcess:
+def run_script(script: str, *flags: str, seconds: float = 1800, **environment) -> subprocess.CompletedProcess:
     """Run one of scripts/ to its end, with additional environment variables. Kill it and fail after `seconds`."""
     process = subprocess.Popen(
         ["bash", f"scripts/{script}", *flags],
@@ -421,7 +421,7 @@ def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> 
     """Run a training command to its end, and return its output."""
     log = directory / f"{name}.log"
     with running([warm_python(), *command, *argv], log, **env) as process:
-        code = process.wait(600)
+        code = process.wait(1800)
     output = log.read_text()
     assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"
     return output
