@@ -13,6 +13,7 @@ import inspect
 import math
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from openrlhf_bapo.core.clip_config import ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import as_clip_rule
+from openrlhf_bapo.core.saved_rule import load_rule, save_rule
+
+SAVED_RULE = "clip_rule"
+"""The folder of the rule's state in a checkpoint."""
 
 MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "dapo": "update"}
 """The losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
@@ -32,7 +37,8 @@ MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "da
 class BapoGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
-    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step.
+    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step. Checkpoints
+    have the state of a rule that follows earlier steps.
 
     Args:
         bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
@@ -153,6 +159,16 @@ class BapoGRPOTrainer(GRPOTrainer):
         advantages = inputs["advantages"]
         advantages = (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(log_probs)
         return Tokens(log_probs, behavior_log_probs, advantages, weight)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            save_rule(self.clip_rule, Path(output_dir, SAVED_RULE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_rule(self.clip_rule, Path(checkpoint, SAVED_RULE))
 
     def _close_update(self) -> None:
         update = self.clip_rule.close_update(self._all_reduce)

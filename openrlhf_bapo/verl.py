@@ -14,6 +14,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import RULES, default_settings
+from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
 VENDOR = "bapo"
 """The vendor of our engine. Where a vendor has no engine, verl takes its own."""
@@ -175,12 +177,21 @@ def compute_policy_loss_bapo(
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"], vendor=VENDOR)
 class BapoFSDPEngine(FSDPEngineWithLMHead):
-    """verl's engine, with an update of the clip rule around each optimizer step; logs the metrics of each."""
+    """verl's engine, with an update of the clip rule around each optimizer step; logs the metrics of each.
+
+    Its checkpoints have the state of a rule that follows earlier steps, from each rank.
+    """
+
+    _rule: ClipRule | None = None  # known from the first optimizer step on
+    _resumed: Path | None = None  # the state that the first optimizer step takes up
 
     def train_batch(self, data: TensorDict, loss_function: partial) -> dict:
         """Make verl's optimizer step, and close the rule's update before or after it, as the rule needs."""
         update: _Update = loss_function.keywords["config"].policy_loss.update
-        rule = update.rule
+        rule = self._rule = update.rule
+        if self._resumed is not None:
+            load_rule(rule, self._resumed)
+            self._resumed = None
         update.group = self.get_data_parallel_group()
         if rule.needs_tally_first and rule.config.scope == "update":
             update.is_searching = True
@@ -195,3 +206,18 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
         closed, update.closed, update.group = update.closed, [], None
         outputs["metrics"] |= {name: [value] for name, value in (bounds_metrics(closed) | metrics).items()}
         return outputs
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Write verl's checkpoint, and the rule's state beside it."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self._rule is not None:
+            save_rule(self._rule, _saved_rule(local_path))
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load verl's checkpoint; the next optimizer step takes up the rule's state."""
+        super().load_checkpoint(local_path, *args, **kwargs)
+        self._resumed = _saved_rule(local_path)
+
+
+def _saved_rule(local_path: str) -> Path:
+    return Path(local_path, f"clip_rule_rank_{dist.get_rank()}")

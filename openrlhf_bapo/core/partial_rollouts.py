@@ -316,7 +316,7 @@ class PartialPool:
         Raises:
             SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
         """
-        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
+        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, f"pass {DISCARD_FLAG}")
         pool = cls(config)
         pool.exhausted = record["exhausted"]
         pool._next_key, pool._segments = record["next_key"], record["segments"]

@@ -338,7 +338,7 @@ class ReplayPool:
         Raises:
             SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
         """
-        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
+        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, f"pass {DISCARD_FLAG}")
         pool = cls(config)
         pool._next_key = record["next_key"]
         pool._counters = record["counters"]

@@ -71,7 +71,7 @@ def write_directory(path: str | os.PathLike, columns: dict[str, torch.Tensor], r
 
 
 def read_directory(
-    path: str | os.PathLike, format_version: int, fingerprint: dict[str, str], discard_flag: str
+    path: str | os.PathLike, format_version: int, fingerprint: dict[str, str], way_out: str
 ) -> tuple[dict[str, torch.Tensor], dict]:
     """Read what `write_directory` wrote, also after an interrupted save.
 
@@ -79,7 +79,7 @@ def read_directory(
         path: the directory.
         format_version: the only value of the record's "format_version" that is accepted.
         fingerprint: what the record's "fingerprint" must be equal to.
-        discard_flag: the flag that starts a run without the saved state; errors name it.
+        way_out: what starts a run without the saved state, such as "pass --FLAG"; errors name it.
 
     Returns:
         The columns, and the record.
@@ -105,7 +105,7 @@ def read_directory(
                 problem = f"was saved with {name} {theirs!r}, but this run has {name} {ours!r}"
                 raise _refusal(directory / "pool.json", problem, f"use the same {name}")
     except SavedStateError as error:
-        raise SavedStateError(f"{error} or pass {discard_flag} to start without it") from error.__cause__
+        raise SavedStateError(f"{error} or {way_out} to start without it") from error.__cause__
     return load_file(file), record
 
 

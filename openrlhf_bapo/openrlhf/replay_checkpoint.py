@@ -258,7 +258,7 @@ def load_clip_rule(args: Namespace, tag: str | None = None) -> dict[str, torch.T
         return None
     if (directory := pool_directory(args.ckpt.path, "_rule", tag)) is None:
         return None
-    return read_directory(directory, RULE_FORMAT_VERSION, _rule_fingerprint(args), "--bapo.discard_saved")[0]
+    return read_directory(directory, RULE_FORMAT_VERSION, _rule_fingerprint(args), "pass --bapo.discard_saved")[0]
 
 
 def _rule_fingerprint(args: Namespace) -> dict[str, str]:

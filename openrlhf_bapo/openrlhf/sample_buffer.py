@@ -76,7 +76,7 @@ class SampleBuffer:
         Raises:
             SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
         """
-        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, DISCARD_FLAG)
+        columns, record = read_directory(path, FORMAT_VERSION, fingerprint, f"pass {DISCARD_FLAG}")
         texts = record["texts"]
         return cls(from_columns(columns, len(texts)), texts, record["exhausted"]), record["state"]
 

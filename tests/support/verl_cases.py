@@ -129,8 +129,11 @@ def plain(metric):
     return metric.values if isinstance(metric, Metric) else float(metric)
 
 
-def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting, **overrides):
-    """Optimizer steps on this rank's part of a batch: (weights before, metrics) of each, then the last weights."""
+def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting, saved=None, first=0, **overrides):
+    """Optimizer steps on this rank's part of a batch: (weights before, metrics) of each, then the last weights.
+
+    With `saved`, a folder, each step is saved there; `first` is the step whose checkpoint a run resumes, 0 for none.
+    """
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss(), **overrides
     )
@@ -145,7 +148,9 @@ def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting
     size = NUM_SAMPLES // dist.get_world_size()
     rows = {name: value[rank * size : (rank + 1) * size] for name, value in batch.items()}
     found = []
-    for _ in range(NUM_STEPS):
+    if first:
+        engine.load_checkpoint(f"{saved}/{first}", del_local_after_load=False)
+    for number in range(first, NUM_STEPS):
         before = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
         data = left_right_2_no_padding(TensorDict({name: x.clone() for name, x in rows.items()}, batch_size=size))
         tensordict_utils.assign_non_tensor(
@@ -159,6 +164,8 @@ def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting
         with engine.train_mode():
             metrics = engine.train_batch(data, partial(ppo_loss, config=actor))["metrics"]
         found.append((before, {name: plain(value) for name, value in metrics.items()}))
+        if saved and not first:
+            engine.save_checkpoint(f"{saved}/{number + 1}")
     after = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
     return [*found, (after, {"num_forwards": getattr(engine, "num_forwards", None)})]
 
@@ -282,6 +289,24 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(
             found = steady.follow(tally_contributions(*tokens_of(directory, batch, weights), config))
             assert metrics["bapo/found_high"] == [pytest.approx(found.upper.item(), abs=1e-9)]
         assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS
+
+
+def test_a_resumed_engine_goes_on_with_the_rules_state_of_its_checkpoint(directory, batch, tmp_path):
+    smoothing = dict(half_life=2.0)
+    bounds = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH, smoothing=smoothing)
+    weights = partial(
+        BapoPolicyLossConfig, loss_mode="bapo", rule="balanced", rule_settings=smoothing | dict(target=0.9)
+    )
+    for policy_loss, name in (bounds, "bapo/clip_high"), (weights, "bapo/negative_weight"):
+        saved = tmp_path / name
+        unbroken = on_ranks(2, train, directory, batch, policy_loss, saved=saved)
+        resumed = on_ranks(2, train, directory, batch, policy_loss, saved=saved, first=2)
+        for before, after in zip(unbroken, resumed, strict=True):
+            (_, expected), (_, found) = before[2], after[0]
+            assert found[name] == expected[name] != before[0][1][name]
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+            for tensor, value in before[-1][0].items():
+                assert torch.allclose(after[-1][0][tensor], value, atol=1e-7)
 
 
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, batch):

@@ -196,6 +196,23 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own_
     assert trainer.num_forwards == 6 * 4 + 1  # one of each generation, as above
 
 
+def test_a_resumed_run_goes_on_between_the_steady_bounds_of_its_checkpoint(directory, tmp_path):
+    config = replace(SEARCH, smoothing=SmoothingConfig(half_life=2.0))
+    # A generation is trained on in four optimizer steps, so that step 4 ends one.
+    settings = dict(output_dir=str(tmp_path), max_steps=8, save_strategy="steps", save_steps=4)
+
+    def logged(checkpoint: str | None) -> list[dict]:
+        trainer = Recording(**arguments(directory, **settings), bapo=config)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+
+    unbroken = logged(None)
+    resumed = logged(str(tmp_path / "checkpoint-4"))
+    assert len({entry["bapo/clip_high"] for entry in unbroken}) == 8
+    for name in ("bapo/clip_low", "bapo/clip_high", "loss"):
+        assert [entry[name] for entry in resumed] == [entry[name] for entry in unbroken]
+
+
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
     trainer = Recording(**arguments(directory), bapo=BalancedWeights(target=0.9))
     trainer.train()

@@ -1,0 +1,48 @@
+"""The state of a clip rule in another framework's checkpoint, so that a resumed run goes on with its bounds."""
+
+import inspect
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from openrlhf_bapo.core.clip_rules import ClipRule
+from openrlhf_bapo.core.saved_pool import read_directory, write_directory
+
+_FORMAT_VERSION = 1
+
+
+def save_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
+    """Write the rule's state to a directory, if the rule follows earlier updates.
+
+    Raises:
+        OSError: if writing fails.
+    """
+    if rule.follows_updates:
+        columns = {name: value.cpu().contiguous() for name, value in rule.state_dict().items()}
+        write_directory(directory, columns, {"format_version": _FORMAT_VERSION, "fingerprint": _settings(rule)})
+
+
+def load_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
+    """Let a rule that follows earlier updates go on from a state that `save_rule` wrote.
+
+    A checkpoint without such a state lets the rule begin anew, which is said on stderr.
+
+    Raises:
+        SavedStateError: if the state is damaged, or of a rule with other settings. The half-life may change.
+    """
+    if not rule.follows_updates:
+        return
+    if not Path(directory).exists():
+        print(f"openrlhf-bapo: {directory} is missing; the rule's bounds or weights begin anew", file=sys.stderr)
+        return
+    rule.load_state_dict(read_directory(directory, _FORMAT_VERSION, _settings(rule), "remove the folder")[0])
+
+
+def _settings(rule: ClipRule) -> dict[str, str]:
+    """Return the rule's name and its settings but the half-life."""
+    own = inspect.signature(type(rule)).parameters.keys() - {"config", "smoothing", "half_life"}
+    smoothing = rule.config.smoothing
+    found = {"rule": type(rule).__name__, "config": str(replace(rule.config, smoothing=None))}
+    found |= {"smoothing of": smoothing.of} if smoothing else {}
+    return found | {name: str(getattr(rule, name)) for name in sorted(own)}
