@@ -24,6 +24,7 @@ from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.other_rules import as_clip_rule
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
@@ -37,8 +38,9 @@ MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "da
 class BapoGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
-    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step. Checkpoints
-    have the state of a rule that follows earlier steps.
+    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step, and of
+    `offpolicy_metrics` those without versions: TRL generates with the policy that training on the generation starts
+    from. Checkpoints have the state of a rule that follows earlier steps.
 
     Args:
         bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
@@ -81,6 +83,7 @@ class BapoGRPOTrainer(GRPOTrainer):
                 raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
         self.args.delta = dual_clip
         self.entropy_rule = EntropyRule()
+        self._offpolicy_tally: OffPolicyTally | None = None
         self._loss_inputs: dict | None = None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> torch.Tensor:
@@ -100,6 +103,7 @@ class BapoGRPOTrainer(GRPOTrainer):
                 self._close_update()
             self.entropy_rule.close_update()
             self._log(self.entropy_rule.take_metrics(partial(self.accelerator.reduce, reduction="sum")))
+            self._log(self._take_offpolicy_metrics())
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -109,9 +113,10 @@ class BapoGRPOTrainer(GRPOTrainer):
             if not self.clip_rule.needs_tally_first:
                 self.clip_rule.tally(tokens)
             self.entropy_rule.tally(self.clip_rule, tokens, self.args.delta)
+            lower, upper = self.clip_rule.bounds(tokens)
+            self._tally_offpolicy(tokens, lower, upper)
             weights = self.clip_rule.weights(tokens)
             if weights is None:
-                lower, upper = self.clip_rule.bounds(tokens)
                 self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
             else:
                 self._weigh(self._loss_inputs, tokens, weights)
@@ -123,6 +128,22 @@ class BapoGRPOTrainer(GRPOTrainer):
         inputs.setdefault("sampling_per_token_logps", tokens.behavior_log_probs)
         inputs |= {"advantages": weights * tokens.advantages, "old_per_token_logps": tokens.log_probs}
         self.epsilon_low, self.epsilon_high = 1.0, math.inf
+
+    def _tally_offpolicy(self, tokens: Tokens, lower: torch.Tensor, upper: torch.Tensor) -> None:
+        """Tally a micro-batch; its staleness is the number of optimizer steps since its generation."""
+        first = self._step - self._step % (self.args.steps_per_generation * self.num_iterations)
+        num = self.current_gradient_accumulation_steps
+        steps = torch.full_like(tokens.ratio, self._step // num - first // num, dtype=torch.long)
+        values = tokens.ratio, tokens.advantages, tokens.weight, torch.zeros_like(steps), steps
+        part = tally_offpolicy(*values, lower, upper)
+        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
+
+    def _take_offpolicy_metrics(self) -> dict[str, float]:
+        tally, self._offpolicy_tally = self._offpolicy_tally, None
+        assert tally is not None  # the loss has just tallied
+        if self.accelerator.num_processes > 1:
+            tally = tally.all_reduce(None)
+        return {name: value for name, value in offpolicy_metrics(tally).items() if "staleness" not in name}
 
     def _window(self) -> list[dict]:
         """Return the micro-batches of the optimizer step that begins."""

@@ -50,8 +50,11 @@ class OffPolicyTally:
     def __add__(self, other: "OffPolicyTally") -> "OffPolicyTally":
         return OffPolicyTally(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
-    def all_reduce(self, group: dist.ProcessGroup) -> "OffPolicyTally":
-        """Return the tally of the tokens on all ranks of `group`, equal on every rank. Takes two collectives."""
+    def all_reduce(self, group: dist.ProcessGroup | None) -> "OffPolicyTally":
+        """Return the tally of the tokens on all ranks of `group` (None: all), equal on every rank.
+
+        Takes two collectives.
+        """
         sums, maxima = self.sums.clone(), self.maxima.clone()
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)

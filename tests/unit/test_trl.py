@@ -213,6 +213,26 @@ def test_a_resumed_run_goes_on_between_the_steady_bounds_of_its_checkpoint(direc
         assert [entry[name] for entry in resumed] == [entry[name] for entry in unbroken]
 
 
+def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory):
+    trainer = trained(directory)
+    logged = [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
+    assert len(logged) == 6 and not any("staleness" in name for entry in logged for name in entry)
+    # Two iterations over a generation's eight micro-batches are four optimizer steps.
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [0, 1, 2, 3, 0, 1]
+    assert [entry["offpolicy/optimizer_steps_mean"] for entry in logged] == [0, 1, 2, 3, 0, 1]
+    for number, metrics in enumerate(logged):
+        ratio, advantages, _ = joined(directory, trainer, number)
+        lower, upper = trainer.bounds[4 * number]
+        assert metrics["offpolicy/ess"] == pytest.approx(
+            float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())), rel=1e-4
+        )
+        assert metrics["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
+        above = (ratio[advantages > 0] > upper).double().mean()
+        assert metrics["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
+        below = (ratio[advantages < 0] < lower).double().mean()
+        assert metrics["offpolicy/clip_frac_negative"] == pytest.approx(float(below), abs=1e-4)
+
+
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
     trainer = Recording(**arguments(directory), bapo=BalancedWeights(target=0.9))
     trainer.train()
@@ -266,18 +286,22 @@ def train_rank(rank: int, directory, port: int, results) -> None:
     )
     trainer = trained(directory, max_steps=4)
     assert trainer.accelerator.num_processes == 2
-    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)]
+    logged = [entry["offpolicy/ess"] for entry in trainer.state.log_history if "offpolicy/ess" in entry]
+    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)], logged
 
 
 def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
     monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
     results = torch.multiprocessing.Manager().dict()
     torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
-    (bounds, first), (others_bounds, second) = results[0], results[1]
+    (bounds, first, logged), (others_bounds, second, _) = results[0], results[1]
     assert bounds == others_bounds and len(set(bounds)) > 1
     for number, parts in enumerate(zip(first, second, strict=True)):
         expected = find_clip_bounds(*(torch.cat(both) for both in zip(*parts, strict=True)), SEARCH)
         assert bounds[4 * number] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
+        ratio = torch.cat([part[0] for part in parts])
+        ess = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+        assert logged[number] == pytest.approx(ess, rel=1e-4)
         alone = find_clip_bounds(*parts[0], SEARCH)
         assert number == 0 or alone.initial_share != expected.initial_share
 
