@@ -49,12 +49,16 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _in_words(error: BaseException) -> str:
-    from ray.exceptions import RayActorError
+    from ray.exceptions import ActorUnavailableError, RayActorError
 
     text = str(error).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"{_process(text)} did not start: {lines[-1]}"  # Ray appends the traceback to the text
+    if isinstance(error, ActorUnavailableError):
+        # Ray names neither the actor nor its node here, only what its connection said.
+        said = re.sub(r".*unavailable: (.*?)\. The task .*", r"\1", " ".join(lines))
+        return f"a Ray actor cannot be reached ({said}): it died, or its node died or was cut off"
     if isinstance(error, RayActorError) or type(error).__name__ == "EngineDeadError":  # vLLM's
         process = _process(text) if isinstance(error, RayActorError) else "a rollout engine (vLLM's EngineCore)"
         return f"{process} died; killed from outside, by a lack of memory (see dmesg), or crashed"

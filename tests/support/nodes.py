@@ -73,6 +73,8 @@ class Node:
     def end(self) -> None:
         """End all processes of the node at once, and remove it."""
         self.signal(signal.SIGKILL)
+        # The namespace lasts as long as its last process. Without its link the next node can have its name.
+        _ip("link", "delete", self.namespace)
         _ip("netns", "delete", self.namespace)
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pipeline
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_bapo.command.failures import describe_failure
@@ -82,6 +82,10 @@ ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir":
         (ValueError("\n\n  first\nsecond"), "ValueError: first"),
         (ValueError(), "ValueError"),
         (ActorDiedError(), "a Ray actor, or its node's raylet, died; killed from outside"),
+        (
+            ActorUnavailableError("The actor is temporarily unavailable: RpcError:\n reset by peer", None),
+            "a Ray actor cannot be reached (RpcError: reset by peer): it died, or its node died or was cut off",
+        ),
         (EngineDeadError(), "a rollout engine (vLLM's EngineCore) died; killed from outside"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
