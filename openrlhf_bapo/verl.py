@@ -31,6 +31,7 @@ from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
@@ -108,11 +109,26 @@ class _Update:
         self.is_searching = False
         self.closed: list[UpdateBounds] = []
         self.entropy_rule = EntropyRule()
+        self.offpolicy_tally: OffPolicyTally | None = None
 
     def close(self) -> None:
         """Close what was tallied, over all data-parallel ranks."""
         assert self.group is not None
         self.closed.append(self.rule.close_update(partial(ContributionTally.all_reduce, group=self.group)))
+
+    def tally_offpolicy(self, tokens: Tokens) -> None:
+        """Add a micro-batch; verl's loss does not know the staleness of its tokens."""
+        unknown = torch.zeros_like(tokens.weight, dtype=torch.long)
+        bounds = self.rule.bounds(tokens)
+        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, unknown, unknown, *bounds)
+        self.offpolicy_tally = part if self.offpolicy_tally is None else self.offpolicy_tally + part
+
+    def take_offpolicy_metrics(self) -> dict[str, float]:
+        """Return those of the step's tokens on all data-parallel ranks that need no staleness."""
+        tally, self.offpolicy_tally = self.offpolicy_tally, None
+        assert tally is not None  # the loss has tallied
+        found = offpolicy_metrics(tally.all_reduce(self.group))
+        return {name: value for name, value in found.items() if "staleness" not in name and "steps" not in name}
 
     def sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
         """Add tallies over all data-parallel ranks."""
@@ -157,6 +173,7 @@ def compute_policy_loss_bapo(
     if settings.dual_clip is not None:
         vars(config).update(clip_ratio_c=settings.dual_clip)
     update.entropy_rule.tally(rule, tokens, config.clip_ratio_c)
+    update.tally_offpolicy(tokens)
     weights = rule.weights(tokens)
     if weights is not None:
         # At ratio 1 the surrogate of advantages w A has the gradient of w A log pi.
@@ -202,7 +219,7 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
         if not rule.needs_tally_first:
             update.close()
         update.entropy_rule.close_update()
-        metrics = update.entropy_rule.take_metrics(update.sum_over_ranks)
+        metrics = update.entropy_rule.take_metrics(update.sum_over_ranks) | update.take_offpolicy_metrics()
         closed, update.closed, update.group = update.closed, [], None
         outputs["metrics"] |= {name: [value] for name, value in (bounds_metrics(closed) | metrics).items()}
         return outputs

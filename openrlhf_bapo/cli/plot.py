@@ -85,7 +85,7 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
                 values.append(event.value)
     if not scalars:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
-    of_verl = [tag for tag in scalars if tag.startswith(("actor/bapo/", "actor/entropy/"))]
+    of_verl = [tag for tag in scalars if tag.startswith(("actor/bapo/", "actor/entropy/", "actor/offpolicy/"))]
     names = _ELSEWHERE | {tag: tag.replace("actor", "train", 1) for tag in of_verl}
     for name, ours in names.items():
         if name in scalars and ours not in scalars:

@@ -215,6 +215,18 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(dire
             assert metrics[f"bapo/{name}"] == [pytest.approx(getattr(expected, name).item(), abs=1e-5)]
         assert metrics["bapo/clip_low"] == [pytest.approx(expected.lower.item(), abs=1e-9)]
         assert metrics["bapo/clip_high"] == [pytest.approx(expected.upper.item(), abs=1e-9)]
+        (ratio, advantages, _), bounds = tokens_of(directory, batch, weights), (expected.lower, expected.upper)
+        ratio, advantages = (x[batch["response_mask"] > 0] for x in (ratio, advantages))
+        offpolicy = {
+            "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+            "ratio_mean": ratio.mean(),
+            "ratio_max": ratio.max(),
+            "clip_frac_positive": (ratio[advantages > 0] > bounds[1]).float().mean(),
+            "clip_frac_negative": (ratio[advantages < 0] < bounds[0]).float().mean(),
+        }
+        assert {name: metrics[name] for name in metrics if name.startswith("offpolicy/")} == {
+            f"offpolicy/{name}": [pytest.approx(float(value), abs=1e-4)] for name, value in offpolicy.items()
+        }
         predicted = {name: metrics[name] for name in metrics if name.startswith("entropy/")}
         assert predicted == {
             name: [pytest.approx(x, abs=1e-5)] for name, x in predicted_of(directory, batch, weights, expected).items()
