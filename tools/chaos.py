@@ -272,7 +272,7 @@ class Cluster:
 class Chaos:
     """The runs, one after the other, in one folder."""
 
-    def __init__(self, directory: Path, seed: int, num_nodes: int = 1) -> None:
+    def __init__(self, directory: Path, seed: int, num_nodes: int = 1, only: str = "") -> None:
         self.directory, self.random = directory, random.Random(seed)
         self.checkpoints, self.record = directory / "disk/ckpt", directory / "steps.jsonl"
         self.attempts: list[Attempt] = []
@@ -291,6 +291,7 @@ class Chaos:
         )
         self.place = Cluster(directory) if num_nodes == 2 else Machine()
         self.faults += NODE_FAULTS if num_nodes == 2 else []
+        self.faults = [fault for fault in self.faults if only in fault.name]
         self.server = RewardServer()
         self.flags = pipeline.flags(
             directory,
@@ -485,13 +486,16 @@ def main() -> int:
     parser.add_argument("minutes", type=float, nargs="?", default=10)
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--nodes", type=int, choices=[1, 2], default=1, help="(default: %(default)s); 2 needs root")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only faults with this text in their name")
     args = parser.parse_args()
+    if not any(args.only in fault.name for fault in FAULTS + NODE_FAULTS * (args.nodes - 1)):
+        parser.error(f"--only {args.only!r} is in the name of no fault")
     minutes, seed = args.minutes, args.seed
     if args.nodes == 2 and os.geteuid() != 0:
         parser.error("--nodes 2: only root can make network namespaces")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `pipeline.running`, which ends the run
     began = time.monotonic()
-    chaos = Chaos(Path(tempfile.mkdtemp(prefix="chaos-")), seed, args.nodes)
+    chaos = Chaos(Path(tempfile.mkdtemp(prefix="chaos-")), seed, args.nodes, args.only)
     print(f"in {chaos.directory}, seed {seed}, {minutes:g} minutes", flush=True)
     bag: list[Fault] = []
     while time.monotonic() - began < 60 * minutes - 60:
