@@ -250,7 +250,7 @@ class Cluster:
         folder = self._directory / f"{self._number}.cluster"
         folder.mkdir()
         with nodes.cluster(folder, self._place, **environment) as (cluster, self.head), cluster.joined() as self.other:
-            self._of_ray = {*self.head.pids(), *self.other.pids()}
+            self.may_go_on = {*self.head.pids(), *self.other.pids()}  # Ray's own
             with cluster.running(self.head, command, terminal) as run:
                 yield run
 
@@ -263,9 +263,9 @@ class Cluster:
         return found
 
     def may_stay(self, process: psutil.Process) -> bool:
-        """Say whether a process belongs to Ray, which goes on without the run."""
+        """Say whether a process belongs to Ray, which goes on without the run, or to a node that is cut off."""
         with suppress(psutil.NoSuchProcess):
-            return process.pid in self._of_ray or "ray::IDLE" in " ".join(process.cmdline())
+            return process.pid in self.may_go_on or "ray::IDLE" in " ".join(process.cmdline())
         return False
 
 
@@ -414,7 +414,10 @@ class Chaos:
             return self.after_a_while(lambda: other.signal(signal.SIGCONT), 30)
         if name.startswith("node: cut off"):
             other.connect(False)
-            return self.after_a_while(lambda: other.connect(True)) if name.endswith("20 s") else None
+            if name.endswith("20 s"):
+                return self.after_a_while(lambda: other.connect(True))
+            self.place.may_go_on.update(other.pids())  # nobody can end them
+            return None
         if name == "node: shared folder away for 20 s":
             other.hide(self.directory / "disk", True)
             return self.after_a_while(lambda: other.hide(self.directory / "disk", False))
