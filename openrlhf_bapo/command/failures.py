@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 from openrlhf_bapo.openrlhf.interrupts import Interrupted
+from openrlhf_bapo.openrlhf.replay_checkpoint import missing_file
 
 PROCESSES = {
     "RolloutRayActor": "a rollout engine",
@@ -109,9 +110,12 @@ def _checkpoint_bytes(args: dict) -> int | None:
 def _what_is_saved(args: dict) -> str:
     latest = Path(args["ckpt.path"], "_actor", "latest")
     if latest.is_file():
+        tag = latest.read_text().strip()
+        if missing_file(latest.with_name(tag)):
+            tag += ", incomplete; an older one is resumed"
         return (
-            f"saved is {args['ckpt.path']} ({latest.read_text().strip()}); the same command with --ckpt.load_enable "
-            "continues from there; a recipe that is run again does so by itself"
+            f"saved is {args['ckpt.path']} ({tag}); the same command with --ckpt.load_enable continues from there; a "
+            "recipe that is run again does so by itself"
         )
     steps = args["ckpt.save_steps"]
     every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"

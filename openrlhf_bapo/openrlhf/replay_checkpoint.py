@@ -160,6 +160,9 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
     problem = None
     for tag in _saved_tags(nested) if nested.ckpt.load_enable else []:
         try:
+            for group in ("_actor", "_critic"):
+                if missing := missing_file(folder := Path(nested.ckpt.path, group, tag)):
+                    raise SavedStateError(f"{folder} lacks {missing}: that rank could not write it")
             for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
                 load(nested, tag)
             vars(args)["ckpt.resume_from"] = tag
@@ -183,6 +186,23 @@ def _saved_tags(args: Namespace) -> list[str]:
         latest = min(latest, of_critic, key=_step)
     tags = {tag for tag in tags if _step(tag) <= _step(latest)}
     return sorted(tags, key=lambda tag: (_step(tag), tag == latest))[::-1]
+
+
+def missing_file(folder: Path) -> str:
+    """Return the pattern of a rank's file that a checkpoint of DeepSpeed lacks; "" if none is missing.
+
+    Rank 0 writes `latest` also where another rank's node has lost the folder.
+    """
+    for kind in ("optim_states", "model_states"):
+        files = sorted(folder.glob(f"*zero_pp_rank_*_{kind}.pt"))
+        if files:
+            a_model = next(folder.glob("*model_states.pt"))
+            num_ranks = torch.load(a_model, map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
+            for rank in range(num_ranks):
+                pattern = f"*zero_pp_rank_{rank}_*_{kind}.pt"
+                if not any(folder.glob(pattern)):
+                    return pattern
+    return ""
 
 
 def _step(tag: str) -> int:

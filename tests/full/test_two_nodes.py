@@ -99,7 +99,11 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
 
     unbroken = on_one("one")
     end_after(1, "one", "two")
+    end_after(2, "one", "two")
+    (torn,) = (directory / "two/_actor/global_step2").glob("*zero_pp_rank_1_*_optim_states.pt")
+    torn.unlink()  # as if its node could not write it
     output = cluster.train(head, directory, flags("two", "--ckpt.load_enable", actor__num_nodes=2), "two")
+    assert f"--ckpt.load_enable resumes global_step1, because {torn.parent} lacks " in output
     assert are_on_two_nodes("PolicyModelActor", output) and are_on_two_nodes("RolloutRayActor", output)
     end_after(3, "two", "again")
     runs = {1: metrics(output), 3: on_one("again", "--ckpt.load_enable")}
