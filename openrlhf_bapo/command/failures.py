@@ -112,7 +112,7 @@ def _what_is_saved(args: dict) -> str:
     if latest.is_file():
         tag = latest.read_text().strip()
         if missing_file(latest.with_name(tag)):
-            tag += ", incomplete; an older one is resumed"
+            tag += ", incomplete; an older one is resumed, if there is one"
         return (
             f"saved is {args['ckpt.path']} ({tag}); the same command with --ckpt.load_enable continues from there; a "
             "recipe that is run again does so by itself"

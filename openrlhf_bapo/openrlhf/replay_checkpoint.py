@@ -162,7 +162,7 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
         try:
             for group in ("_actor", "_critic"):
                 if missing := missing_file(folder := Path(nested.ckpt.path, group, tag)):
-                    raise SavedStateError(f"{folder} lacks {missing}: that rank could not write it")
+                    raise SavedStateError(f"{folder} lacks {missing}, which a node could not write")
             for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
                 load(nested, tag)
             vars(args)["ckpt.resume_from"] = tag
@@ -196,8 +196,11 @@ def missing_file(folder: Path) -> str:
     for kind in ("optim_states", "model_states"):
         files = sorted(folder.glob(f"*zero_pp_rank_*_{kind}.pt"))
         if files:
-            a_model = next(folder.glob("*model_states.pt"))
-            num_ranks = torch.load(a_model, map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
+            try:
+                a_model = next(folder.glob("*model_states.pt"))
+                num_ranks = torch.load(a_model, map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
+            except Exception:  # torch.load raises many kinds where a file is cut off
+                return "a readable *model_states.pt"
             for rank in range(num_ranks):
                 pattern = f"*zero_pp_rank_{rank}_*_{kind}.pt"
                 if not any(folder.glob(pattern)):
