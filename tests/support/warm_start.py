@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import json
 import multiprocessing
@@ -79,6 +80,7 @@ def _import_libraries() -> None:
     for name in MODULES:
         importlib.import_module(name)
     del sys.modules["ray"]
+    gc.freeze()  # else each fork's collector looks through all of it, and so copies it
 
 
 def _make_client(folder: Path) -> socket.socket:

@@ -1,11 +1,12 @@
 """Registration: our parts are in OpenRLHF's seams, in whichever order a process imports the modules."""
 
 import subprocess
+import sys
 
 import pipeline
 import pytest
 
-from openrlhf_bapo.openrlhf.registration import SEAMS
+from openrlhf_bapo.openrlhf.registration import HEAVY, SEAMS
 
 FILES = sorted({function.split(".")[0] for _, function in SEAMS})
 IMPORTS_OURS_FIRST = """
@@ -40,3 +41,22 @@ def test_our_parts_are_in_place_if_a_process_imports_ours_before_openrlhfs(file)
     command = [pipeline.warm_python(), "-c", IMPORTS_OURS_FIRST, file]
     run = subprocess.run(command, capture_output=True, text=True, cwd=pipeline.REPOSITORY)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+COUNTS_COLLECTIONS = """
+import gc
+from openrlhf_bapo.openrlhf import registration
+large, before = [], gc.get_threshold()
+gc.callbacks.append(lambda phase, info: info["generation"] == 2 and large.append(len(gc.get_objects()) > 250_000))
+registration.register()
+import openrlhf.trainer.ray.ppo_actor
+assert not any(large), large
+assert gc.get_threshold() == before and gc.isenabled()
+assert gc.get_freeze_count() > 400_000
+"""
+
+
+def test_the_collector_does_not_look_through_what_is_imported():
+    run = subprocess.run([sys.executable, "-c", COUNTS_COLLECTIONS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert set(HEAVY) <= {module for module, _ in SEAMS}
