@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -227,7 +228,7 @@ def train_policy_actors(
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
         and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
         `behavior_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
-        loss's forward after it), `trainer` (its class's module). Its clock ticks once a reading: what is reported in
+        loss's forward after it), `trainer` (its class's module), `peak_memory` (in bytes). Its clock ticks once a reading: what is reported in
         seconds counts what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
@@ -363,6 +364,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "num_hooks": len(actor.actor._forward_hooks) + len(loss._forward_hooks),
         "args": args,
         "trainer": type(actor.trainer).__module__,
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 

@@ -62,6 +62,15 @@ def test_parameters_gathered_over_gloo_are_complete_when_they_are_written_and_re
 
 
 @without_cuda
+def test_a_training_step_of_a_tiny_model_takes_less_than_a_gib_for_buffers(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    # With this flag torch fills new buffers, so that all of their memory is taken.
+    argv = pipeline.flags(directory, policy_loss="bapo", train__full_determinism_enable=True)
+    (found,) = pipeline.train_policy_actors(directory, argv, [pipeline.make_experience([3] * 8)])
+    assert found["peak_memory"] < 2 * 2**30
+
+
+@without_cuda
 def test_variables_that_the_user_has_set_keep_their_values():
     code = (
         "import os, openrlhf_bapo.openrlhf, torch;"

@@ -120,14 +120,16 @@ def _strategy(deepspeed_strategy: Any) -> None:
     get_ds_train_config, moving_average = strategy.get_ds_train_config, strategy.moving_average
 
     @functools.wraps(get_ds_train_config)
-    def with_torch_adam(self: Any, *args: Any, **kwargs: Any) -> dict:
+    def for_a_cpu(self: Any, *args: Any, **kwargs: Any) -> dict:
         config = get_ds_train_config(self, *args, **kwargs)
+        # DeepSpeed's default are two buffers of a GiB per step. With --train.full_determinism_enable torch fills them.
+        config["zero_optimization"]["reduce_bucket_size"] = 10_000_000  # elements
         if config.get("optimizer", {}).get("type") == "AdamW":
             # torch's AdamW is equal to DeepSpeed's, which would take most of a minute to compile at first use.
             config["optimizer"]["params"]["torch_adam"] = True
         return config
 
-    strategy.get_ds_train_config = with_torch_adam
+    strategy.get_ds_train_config = for_a_cpu
     strategy.moving_average = lambda self, model, ema, beta=0.992, device="cpu": moving_average(self, model, ema, beta)
 
 
