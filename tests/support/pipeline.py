@@ -228,8 +228,8 @@ def train_policy_actors(
         (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
         and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
         `behavior_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
-        loss's forward after it), `trainer` (its class's module), `peak_memory` (in bytes). Its clock ticks once a reading: what is reported in
-        seconds counts what was timed.
+        loss's forward after it), `trainer` (its class's module), `peak_memory` (in bytes). Its clock ticks once a
+        reading: what is reported in seconds counts what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
     work = parse(argv), samples_by_rank, num_steps, save_after, precision
