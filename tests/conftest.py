@@ -26,6 +26,7 @@ class ByFile(LoadFileScheduling):
         return "large" if file in LARGE else file
 
 
+@pytest.hookimpl(optionalhook=True)  # tools/mutation.py runs without xdist
 def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log)
 
