@@ -46,7 +46,7 @@ Columns = dict[str, list[float]]  # a cell's result: the name of each column to 
 
 
 def read_cells(file: Path, pattern: str) -> dict[str, dict]:
-    """Return each cell's settings by the cell's name, in the order of running: by block, then by seed.
+    """Return each cell's settings by the cell's name: by block, then by seed.
 
     Raises:
         ValueError: if a block names a method that the file does not define.
@@ -135,10 +135,10 @@ def start_of(cell: dict) -> Path:
 
 
 def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
-    """Run every cell that has no result yet; return how many failed."""
+    """Run every cell that has no result yet, seed by seed; return how many failed."""
     os.nice(19)
     done = read_results(results, runs)
-    waiting = [name for name in cells if name not in done]
+    waiting = sorted((name for name in cells if name not in done), key=lambda name: cells[name]["seed"])
     total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
     running: dict[str, tuple[subprocess.Popen, float]] = {}  # by name: the process and the time of its start

@@ -86,7 +86,7 @@ def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_pa
     )
     code, said, *_, process = attempt.problems
     assert (code, process) == ("exit code 0", f"left: {left.pid} sleep 600")
-    assert said.startswith("the last lines do not say") and left.wait(60) == -signal.SIGKILL
+    assert said.startswith("the last lines do not say") and left.wait(900) == -signal.SIGKILL
 
 
 def test_every_kind_of_fault_is_one_line_of_the_table():

@@ -46,7 +46,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_wanted_and_what_the
     with pipeline.running(
         command(directory, actor__num_gpus_per_node=4), tmp_path / "log", RAY_ADDRESS=address
     ) as process:
-        assert process.wait(300) == 2
+        assert process.wait(900) == 2
     said = (
         r"openrlhf-bapo: --actor.num_gpus_per_node: the run asks for 5 GPUs \(4 actor, 1 engines\); allowed: up to the "
         r"2 of the cluster \(\S+ has 2\), or a cluster with more nodes"
@@ -62,7 +62,7 @@ def test_a_busy_cluster_is_waited_for_with_a_line_and_a_signal_ends_the_wait(add
         with pipeline.running(command(directory), log, RAY_ADDRESS=address) as process:
             pipeline.wait_until(lambda: "waits until" in log.read_text(), process, log)
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(120) == 143
+            assert process.wait(900) == 143
     text = log.read_text()
     said = (
         r"waits until the cluster has room for PolicyModelActor; the run asks for 2 GPUs \(1 actor, 1 engines\); "

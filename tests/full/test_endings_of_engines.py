@@ -61,7 +61,7 @@ if len(sys.argv) == 1:
 def test_a_signal_to_one_run_of_a_cluster_does_not_end_another(tmp_path):
     (tmp_path / "runs.py").write_text(TWO_RUNS)
     with pipeline.running([sys.executable, str(tmp_path / "runs.py")], tmp_path / "log") as process:
-        assert process.wait(300) == 0, (tmp_path / "log").read_text()[-2000:]
+        assert process.wait(900) == 0, (tmp_path / "log").read_text()[-2000:]
     said = [line for line in (tmp_path / "log").read_text().splitlines() if line in ("True", "False")]
     assert said == ["True", "False"]
 

@@ -86,7 +86,7 @@ def processes_of(part: str) -> dict[int, str]:
 
 
 def wait_for_end(part: str) -> None:
-    for _ in range(600):
+    for _ in range(9000):
         left = processes_of(part)
         if not left:
             return
@@ -113,7 +113,7 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
         for one in [one for one, name in processes_of(killed).items() if name == "ray::RolloutRay"]:
             os.kill(one, signal.SIGKILL)
         process.kill()
-        process.wait(60)
+        process.wait(900)
     wait_for_end(killed)
     first = responses.read_bytes()
     first = first[: first.rfind(b"\n") + 1]
@@ -122,7 +122,7 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
 
     output = directory / "second.log"
     with pipeline.running(command, output, PART=resumed, RAY_DEDUP_LOGS="0") as process:
-        code = process.wait(300)
+        code = process.wait(900)
     wait_for_end(resumed)
     output = output.read_text()
     assert code == 1, output  # for the ungraded ones
@@ -376,7 +376,7 @@ def test_only_one_process_evaluates_into_a_folder_and_its_kill_lets_the_next_one
                 evaluation.EvaluationRecord(str(out), {})
         finally:
             holder.kill()
-            holder.wait(60)
+            holder.wait(900)
             try:
                 evaluation.EvaluationRecord(str(out), {})
                 os.kill(child, 0)  # it was there all the time

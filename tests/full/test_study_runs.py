@@ -101,7 +101,7 @@ def test_a_study_that_is_terminated_leaves_no_process_and_no_result(small_study)
         while not processes_with(f"--out {runs}"):
             time.sleep(0.05)
         run.terminate()
-        assert run.wait(60) == 1
+        assert run.wait(900) == 1
     end = time.monotonic() + 60
     while left := processes_with(f"--out {runs}"):  # a process is listed for a moment after its end
         assert time.monotonic() < end, left

@@ -280,7 +280,7 @@ def _serve_actors(trainer: str) -> None:
 def _fork_actor(job: str, rank: int, world_size: int, port: int) -> int:
     if process := os.fork():
         return process
-    signal.alarm(240)
+    signal.alarm(900)
     code = 1
     try:
         log = os.open(f"{job}.{rank}.log", os.O_WRONLY | os.O_CREAT)

@@ -24,7 +24,7 @@ def script(name: str, **environment) -> subprocess.CompletedProcess:
         cwd=pipeline.REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
     )
 
 

@@ -546,7 +546,7 @@ def measured(tmp_path_factory):
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [pipeline.warm_python(), __file__, str(directory)]
     environment = os.environ | {"PYTHONPATH": pipeline.python_path(pipeline.SUPPORT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     return {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
 

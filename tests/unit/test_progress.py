@@ -44,7 +44,7 @@ def test_a_line_that_ray_cut_in_pieces_is_shown_as_if_it_were_whole(tmp_path, li
 
 def follow(tmp_path, text: str, *flags: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log"), *flags]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=900)
 
 
 def test_the_whole_output_is_kept_and_the_accuracy_is_summarized(tmp_path):

@@ -51,7 +51,7 @@ class Tree:
         outside = {name: os.environ[name] for name in ("PATH", "HOME")}
         environment = outside | {name: str(value) for name, value in environment.items()}
         command = ["bash", f"scripts/{script}", *flags]
-        run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=900)
         return run, [shlex.split(line) for line in calls.read_text().splitlines()]
 
     def train(self, *flags: str, **environment):
