@@ -1,0 +1,38 @@
+"""A hook of mkdocs (mkdocs.yml): formulas as MathML, which needs no script and no network, and names that wrap well.
+
+pymdownx.arithmatex finds $...$ and $$...$$ in the Markdown. GitHub renders the same notation.
+"""
+
+import html
+import re
+
+from latex2mathml.converter import convert
+
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.+?)\\[)\]]\s*</\1>', re.DOTALL)
+INLINE_CODE = re.compile(r"(?<!<pre>)(?<!<pre><span></span>)<code>([^<]+)</code>")
+WORD = re.compile(r"\S+")
+BREAK = re.compile(r"(?<=\w[./,])(?=\w)|(?<=\w{24}_)(?=\w)")  # after separators, and in names longer than 24 characters
+
+
+def mathml(formula: re.Match) -> str:
+    """Return MathML for arithmatex' element of a formula."""
+    tag, latex = formula.groups()
+    return convert(html.unescape(latex), display="block" if tag == "div" else "inline")
+
+
+def breakable(code: re.Match) -> str:
+    """Return inline code with each part of a name in a span, and <wbr> between the parts of a name.
+
+    docs/stylesheets/extra.css keeps the spans whole. A browser would break a flag after its first hyphen, and in a
+    table a metric's name anywhere.
+    """
+
+    def parts(word: re.Match) -> str:
+        return "<wbr>".join(f"<span>{part}</span>" for part in BREAK.split(word[0]))
+
+    return f"<code>{WORD.sub(parts, code[1])}</code>"
+
+
+def on_page_content(content: str, **_) -> str:
+    """Return the page's HTML with both."""
+    return INLINE_CODE.sub(breakable, FORMULA.sub(mathml, content))
