@@ -11,13 +11,14 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.+?)\\[)\]]\s*</\1>', re.DOTALL)
 INLINE_CODE = re.compile(r"(?<!<pre>)(?<!<pre><span></span>)<code>([^<]+)</code>")
 WORD = re.compile(r"\S+")
-BREAK = re.compile(r"(?<=\w[./,])(?=\w)|(?<=\w{24}_)(?=\w)")  # after separators, and in names longer than 24 characters
+BREAK = re.compile(r"(?<=\w[./,])(?=\w{4})|(?<=\w{24}_)(?=\w)")  # after separators, and in names longer than 24 characters
 
 
 def mathml(formula: re.Match) -> str:
     """Return MathML for arithmatex' element of a formula."""
     tag, latex = formula.groups()
-    return convert(html.unescape(latex), display="block" if tag == "div" else "inline")
+    found = convert(html.unescape(latex), display="block" if tag == "div" else "inline")
+    return found.replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.17em" />')
 
 
 def breakable(code: re.Match) -> str:
