@@ -13,7 +13,7 @@ import pytest
 PLANTS = {
     "table": (f"<table><tr>{'<td>unbreakable_word</td>' * 9}</tr></table>", 'pixels too wide: table "unbreakable_word'),
     "code": (f"<pre><code>{'word ' * 40}</code></pre>", 'pixels too wide: pre "word word'),
-    "text": (f"<p>{'letters' * 40}</p>", 'pixels too wide: p "letters'),
+    "text": (f"<p style='white-space: nowrap'>{'word ' * 40}</p>", 'pixels too wide: p "word'),
     "picture": ('<img src="assets/images/favicon.png" style="width: 900px; max-width: none">', "pixels too wide: img"),
     "formula": (f"<math display='block'>{'<mi>r</mi><mo>+</mo>' * 80}</math>", 'pixels too wide: math "r+r'),
     "latex": (r"<p>a \(c_low\) that stayed LaTeX</p>", r"not rendered: a \(c_low\)"),
