@@ -11,7 +11,8 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.+?)\\[)\]]\s*</\1>', re.DOTALL)
 INLINE_CODE = re.compile(r"(?<!<pre>)(?<!<pre><span></span>)<code>([^<]+)</code>")
 WORD = re.compile(r"\S+")
-BREAK = re.compile(r"(?<=\w[./,])(?=\w{4})|(?<=\w{24}_)(?=\w)")  # after separators, and in names longer than 24 characters
+WHOLE = 18  # characters of a name that stays on one line; with that all tables fit a page of 1280 pixels
+BREAK = re.compile(r"(?<=\w[./,])(?=\w{4})|(?<=\w{24}_)(?=\w)")
 
 
 def mathml(formula: re.Match) -> str:
@@ -22,16 +23,17 @@ def mathml(formula: re.Match) -> str:
 
 
 def breakable(code: re.Match) -> str:
-    """Return inline code with each part of a name in a span, and <wbr> between the parts of a name.
+    """Return inline code with each name in a span, or a long name's parts in spans with <wbr> between them.
 
     docs/stylesheets/extra.css keeps the spans whole. A browser would break a flag after its first hyphen, and in a
     table a metric's name anywhere.
     """
 
-    def parts(word: re.Match) -> str:
-        return "<wbr>".join(f"<span>{part}</span>" for part in BREAK.split(word[0]))
+    def spans(word: re.Match) -> str:
+        parts = BREAK.split(word[0]) if len(word[0]) > WHOLE else [word[0]]
+        return "<wbr>".join(f"<span>{part}</span>" for part in parts)
 
-    return f"<code>{WORD.sub(parts, code[1])}</code>"
+    return f"<code>{WORD.sub(spans, code[1])}</code>"
 
 
 def on_page_content(content: str, **_) -> str:
