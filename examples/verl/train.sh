@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# verl's GRPO with BAPO's clip bounds on GSM8K. docs/frameworks.md says what to install. A checkout of verl v0.9.1 makes
+# verl's GRPO with BAPO's clip bounds on GSM8K. docs/verl.md says what to install. A checkout of verl v0.9.1 makes
 # the data: python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 # Arguments are settings of verl: bash examples/verl/train.sh actor_rollout_ref.actor.policy_loss.preset=steady
 set -euo pipefail
