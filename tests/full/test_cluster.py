@@ -24,6 +24,14 @@ time.sleep(3600)
 """
 
 
+LOOKS_OFTEN = """
+from openrlhf_bapo.cli import train_ppo_ray
+from openrlhf_bapo.command import cluster
+cluster.EVERY = 5.0
+train_ppo_ray.main()
+"""
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Start a cluster of one node with two pretended GPUs; yield its address."""
@@ -59,7 +67,8 @@ def test_a_busy_cluster_is_waited_for_with_a_line_and_a_signal_ends_the_wait(add
     hold.write_text(HOLD)
     with pipeline.running([sys.executable, str(hold)], tmp_path / "held", RAY_ADDRESS=address) as holder:
         pipeline.wait_until(lambda: "held" in (tmp_path / "held").read_text(), holder, tmp_path / "held")
-        with pipeline.running(command(directory), log, RAY_ADDRESS=address) as process:
+        often = [pipeline.warm_python(), "-c", LOOKS_OFTEN, *command(directory)[3:]]
+        with pipeline.running(often, log, RAY_ADDRESS=address) as process:
             pipeline.wait_until(lambda: "waits until" in log.read_text(), process, log)
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(900) == 143

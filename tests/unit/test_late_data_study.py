@@ -57,6 +57,7 @@ def policy():
 def tiny(monkeypatch, tmp_path):
     """Return settings of a run of one second, with a reward that an untrained policy sometimes gets."""
     monkeypatch.setitem(walk.TASKS, "tiny", TASK)
+    monkeypatch.setattr(walk.Policy.__init__, "__defaults__", (16, 2, 2))  # width, layers, heads
     monkeypatch.setattr(walk.Walk, "reward", lambda task, prompts, responses: (responses[:, 0] == UP).float())
     return walk.Run(task="tiny", lr=1e-2, prompts=4, samples=4, updates=2, rollouts=5, starts=str(tmp_path))
 
