@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pipeline
@@ -13,17 +12,16 @@ import pytest
 
 from openrlhf_bapo.cli.plot import read_scalars
 
-BIN = Path(sys.executable).parent
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def run(script: str, runs: Path, *flags: str, **environment) -> tuple[list[str], dict, Path]:
+def run(script: str, runs: Path, *flags: str, tree: Path | None = None, **environment) -> tuple[list[str], dict, Path]:
     """The lines that a script prints, the scalars that its run logged, and the run's folder."""
-    process = pipeline.run_script(script, *flags, RUNS=runs, **environment)
+    tree = tree or pipeline.warm_tree()
+    process = pipeline.run_script(script, *flags, tree=tree, RUNS=runs, **environment)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     lines = process.stdout.splitlines()
     picture = Path(lines[-1])
@@ -33,7 +31,7 @@ def run(script: str, runs: Path, *flags: str, **environment) -> tuple[list[str],
 
 
 def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluates_as_openrlhf_did(runs, monkeypatch):
-    lines, scalars, folder = run("train_bapo_quickstart.sh", runs, EVAL_STEPS="60")
+    lines, scalars, folder = run("train_bapo_quickstart.sh", runs, tree=pipeline.REPOSITORY, EVAL_STEPS="60")
     steps, accuracy = scalars["eval/eval_walk_pass1"]
     assert steps[0] == 0 and 0.2 < accuracy[0] < 0.45
     # At this rate accuracy swings from step to step, once to 0.56 after the last one, where the mean reward was 0.77.
@@ -53,9 +51,10 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     missing = {name for row in rows for name, value in row.items() if math.isnan(value)}
     assert missing == {"pass1"} and rows[-1]["pass1"] == accuracy[-1]
 
-    evaluate = [BIN / "openrlhf-bapo", "evaluate", "--model", folder / "model", "--out", runs / "evaluation"]
-    evaluate += ["--data", runs / "start/heldout.jsonl", "--reward", "examples/quickstart/reward.py"]
-    evaluate += ["--temperature", "1", "--max_new_tokens", "40", "--n", "16"]
+    evaluate = [pipeline.warm_tree() / ".venv/bin/openrlhf-bapo", "evaluate", "--model", folder / "model"]
+    evaluate += ["--out", runs / "evaluation", "--data", runs / "start/heldout.jsonl"]
+    evaluate += ["--reward", "examples/quickstart/reward.py", "--temperature", "1"]
+    evaluate += ["--max_new_tokens", "40", "--n", "16"]
     process = subprocess.run(evaluate, cwd=pipeline.REPOSITORY, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     problems = json.loads((runs / "evaluation/results.json").read_text())["problems"]

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from openrlhf_bapo.cli import plan
 from openrlhf_bapo.cli.plot import read_scalars
 from openrlhf_bapo.command.plan import REMEDIES, Machine, make_plan, read_shape
 
-BIN = Path(sys.executable).parent
 RECIPES_PAGE = (pipeline.REPOSITORY / "docs" / "recipes.md").read_text()
 
 
@@ -189,6 +187,7 @@ def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> 
     process = pipeline.run_script(
         f"train_bapo_{script}.sh",
         *flags,
+        tree=pipeline.warm_tree(),
         OVERRIDES="tests/support/tiny_recipe.flags",
         MODEL=tiny / "model",
         DATA=tiny / "train.jsonl",
@@ -278,13 +277,14 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     gcs, dashboard, agent, client, port = (pipeline.free_port() for _ in range(5))
     # Sockets need short paths, and a cluster of our own its own folder.
     temporary = Path(f"/tmp/openrlhf-bapo-{gcs}")
-    head = [BIN / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
+    programs = pipeline.warm_tree() / ".venv/bin"
+    head = [programs / "ray", "start", "--head", "--block", "--num-gpus=2", "--num-cpus=4", f"--port={gcs}"]
     head += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", "--disable-usage-stats"]
     # The whole head ends when its client server does not get its port, 10001 unless told.
     head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
     # It also ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
     patience = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300"}
-    server = [BIN / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
+    server = [programs / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     # Settings of this test alone: a longer run with replay, and the settings of a run on the CPU that joins a cluster.
     flags = {

@@ -17,7 +17,7 @@ def test_on_a_cpu_the_page_has_what_is_right_and_one_line_for_each_thing_that_ne
     directory = pipeline.make_model(tmp_path)
     flags = ["--out", tmp_path / "out", "--model", directory / "model", "--methods", "ppo"]
     flags += ["--quickstart_steps", "0"]  # which has its own test
-    run = subprocess.run([*SCRIPT, *map(str, flags)], capture_output=True, text=True)
+    run = pipeline.run_script("verify_gpu.sh", *map(str, flags), tree=pipeline.warm_tree())
     page = (tmp_path / "out/report.md").read_text()
     assert run.returncode == 0, run.stdout + run.stderr + page
     wrong, right, not_run = (part.splitlines() for part in re.split(r"^## .*\n\n", page, flags=re.MULTILINE)[1:])

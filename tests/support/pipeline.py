@@ -48,6 +48,28 @@ def warm_python() -> str:
     return str(folder / "python")
 
 
+@functools.cache
+def warm_tree() -> Path:
+    """Return a folder that looks like the repository to scripts, whose `.venv` starts processes by `warm_python`."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-tree-"))
+    atexit.register(shutil.rmtree, folder)
+    for entry in REPOSITORY.iterdir():
+        if not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    programs, venv = folder / ".venv/bin", REPOSITORY / ".venv"
+    programs.mkdir(parents=True)
+    for name, words in (
+        ("python", ""),
+        ("openrlhf-bapo", "-m openrlhf_bapo.cli.main"),
+        ("ray", str(venv / "bin/ray")),
+    ):
+        (programs / name).write_text(f'#!/bin/sh\nexec {warm_python()} {words} "$@"\n')
+        (programs / name).chmod(0o755)
+    stamp = "openrlhf-bapo.stamp"  # so that scripts/setup.sh finds nothing to do
+    (folder / ".venv" / stamp).write_text((venv / stamp).read_text().replace(str(REPOSITORY), str(folder)))
+    return folder
+
+
 def make_model(directory: Path, num_prompts: int = 64) -> Path:
     """Make a random Qwen2 with a character tokenizer in `directory`/model, and train.jsonl and reward.py beside it."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -400,16 +422,18 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen, log: Pat
         time.sleep(0.2)
 
 
-def run_script(script: str, *flags: str, seconds: float = 1800, **environment) -> subprocess.CompletedProcess:
+def run_script(
+    script: str, *flags: str, tree: Path = REPOSITORY, seconds: float = 1800, **environment
+) -> subprocess.CompletedProcess:
     """Run one of scripts/ to its end, with additional environment variables. Kill it and fail after `seconds`."""
     process = subprocess.Popen(
         ["bash", f"scripts/{script}", *flags],
-        cwd=REPOSITORY,
+        cwd=tree,
         env=os.environ | {name: str(value) for name, value in environment.items()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
+        process_group=0,  # of this session, which the processes of a warm tree must share
     )
     try:
         stdout, stderr = process.communicate(timeout=seconds)
