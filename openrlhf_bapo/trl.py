@@ -12,12 +12,14 @@ and a ratio of 1 into a copy of them.
 import inspect
 import math
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from trl import GRPOTrainer
+from trl.trainer.base_trainer import _BaseTrainer
 
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import ContributionTally
@@ -35,7 +37,87 @@ MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "da
 """The losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
 
 
-class BapoGRPOTrainer(GRPOTrainer):
+class ClipRuleTrainer(_BaseTrainer):
+    """The clip rule of one of TRL's trainers: its updates, their metrics, and its state in checkpoints."""
+
+    epsilon_low: float | torch.Tensor
+    epsilon_high: float | torch.Tensor
+
+    def _use_rule(self, bapo: ClipConfig | ClipRule | str) -> ClipConfig:
+        self.clip_rule = as_clip_rule(bapo)
+        self.entropy_rule = EntropyRule()
+        self._offpolicy_tally: OffPolicyTally | None = None
+        return self.clip_rule.config
+
+    def _tally_training(
+        self, tokens: Tokens, staleness: torch.Tensor, optimizer_steps: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tally a micro-batch that the loss is about to train on; returns its lower and upper bounds, and its weights.
+
+        Args:
+            tokens: of the micro-batch, [samples, tokens].
+            staleness: versions between the policy that generated a token and the current one, the same shape.
+            optimizer_steps: likewise.
+        """
+        rule = self.clip_rule
+        if not rule.needs_tally_first:
+            rule.tally(tokens)
+        self.entropy_rule.tally(rule, tokens, rule.config.dual_clip)
+        lower, upper = rule.bounds(tokens)
+        values = tokens.ratio, tokens.advantages, tokens.weight, staleness, optimizer_steps
+        part = tally_offpolicy(*values, lower, upper)
+        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
+        return lower, upper, rule.weights(tokens)
+
+    def _close_step(self) -> None:
+        """Close an optimizer step after its last loss, and log its metrics."""
+        if not self.clip_rule.needs_tally_first:
+            self._close_update()
+        self.entropy_rule.close_update()
+        self._log(self.entropy_rule.take_metrics(partial(self.accelerator.reduce, reduction="sum")))
+        self._log(self._take_offpolicy_metrics())
+
+    def _close_update(self) -> None:
+        update = self.clip_rule.close_update(self._all_reduce)
+        self._log(bounds_metrics([update]))
+
+    def _take_offpolicy_metrics(self) -> dict[str, float]:
+        tally, self._offpolicy_tally = self._offpolicy_tally, None
+        assert tally is not None  # the loss has just tallied
+        if self.accelerator.num_processes > 1:
+            tally = tally.all_reduce(None)
+        return offpolicy_metrics(tally)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
+        return ContributionTally(self.accelerator.reduce(tally.sums, reduction="sum"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            save_rule(self.clip_rule, Path(output_dir, SAVED_RULE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_rule(self.clip_rule, Path(checkpoint, SAVED_RULE))
+
+
+def refuse(checks: Iterable[tuple[str, object, bool, str]]) -> None:
+    """Raise ValueError for the first setting that is not allowed.
+
+    Args:
+        checks: for each setting its name, its value, whether it is allowed, and what is.
+    """
+    for name, value, is_allowed, allowed in checks:
+        if not is_allowed:
+            raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
+
+
+class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
     """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
     Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step, and of
@@ -52,38 +134,32 @@ class BapoGRPOTrainer(GRPOTrainer):
         ValueError: for a loss that has no ratio per token to bound, or that bounds it in its own way.
     """
 
-    epsilon_low: float | torch.Tensor
-    epsilon_high: float | torch.Tensor
-
     def __init__(self, *args: Any, bapo: ClipConfig | ClipRule | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.clip_rule = as_clip_rule(bapo)
-        config, has_weights = self.clip_rule.config, self.clip_rule.has_weights
+        config, has_weights = self._use_rule(bapo), self.clip_rule.has_weights
         corrects_kl = self.beta != 0 and self.args.use_bias_correction_kl
         level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
-        for name, value, is_allowed, allowed in (
-            ("loss_type", self.loss_type, self.loss_type in MEAN_OVER, f"one of {', '.join(MEAN_OVER)}"),
-            ("importance_sampling_level", level, level == "token", "token: BAPO bounds each token's ratio"),
-            ("delta", delta, delta is None, "None: it would bound the ratio a second time"),
+        refuse(
             (
-                "dual_clip",
-                dual_clip,
-                dual_clip is None or dual_clip >= config.ratio_upper_max,
-                "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too",
-            ),
-            (
-                "use_bias_correction_kl",
-                corrects_kl,
-                not (has_weights and corrects_kl),
-                "False with a rule that gives weights: TRL's loss sees ratios of 1",
-            ),
-        ):
-            if not is_allowed:
-                raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
+                ("loss_type", self.loss_type, self.loss_type in MEAN_OVER, f"one of {', '.join(MEAN_OVER)}"),
+                ("importance_sampling_level", level, level == "token", "token: BAPO bounds each token's ratio"),
+                ("delta", delta, delta is None, "None: it would bound the ratio a second time"),
+                (
+                    "dual_clip",
+                    dual_clip,
+                    dual_clip is None or dual_clip >= config.ratio_upper_max,
+                    "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too",
+                ),
+                (
+                    "use_bias_correction_kl",
+                    corrects_kl,
+                    not (has_weights and corrects_kl),
+                    "False with a rule that gives weights: TRL's loss sees ratios of 1",
+                ),
+            )
+        )
         self.args.delta = dual_clip
-        self.entropy_rule = EntropyRule()
-        self._offpolicy_tally: OffPolicyTally | None = None
         self._loss_inputs: dict | None = None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> torch.Tensor:
@@ -99,23 +175,15 @@ class BapoGRPOTrainer(GRPOTrainer):
         loss = super()._compute_loss(model, inputs)
         self._loss_inputs = None
         if (self._step + 1) % num_steps == 0:
-            if not rule.needs_tally_first:
-                self._close_update()
-            self.entropy_rule.close_update()
-            self._log(self.entropy_rule.take_metrics(partial(self.accelerator.reduce, reduction="sum")))
-            self._log(self._take_offpolicy_metrics())
+            self._close_step()
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next
             tokens = self._tokens(found[0].detach(), self._loss_inputs)
-            if not self.clip_rule.needs_tally_first:
-                self.clip_rule.tally(tokens)
-            self.entropy_rule.tally(self.clip_rule, tokens, self.args.delta)
-            lower, upper = self.clip_rule.bounds(tokens)
-            self._tally_offpolicy(tokens, lower, upper)
-            weights = self.clip_rule.weights(tokens)
+            steps = torch.full_like(tokens.ratio, self._steps_since_generation(), dtype=torch.long)
+            lower, upper, weights = self._tally_training(tokens, torch.zeros_like(steps), steps)
             if weights is None:
                 self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
             else:
@@ -129,21 +197,13 @@ class BapoGRPOTrainer(GRPOTrainer):
         inputs |= {"advantages": weights * tokens.advantages, "old_per_token_logps": tokens.log_probs}
         self.epsilon_low, self.epsilon_high = 1.0, math.inf
 
-    def _tally_offpolicy(self, tokens: Tokens, lower: torch.Tensor, upper: torch.Tensor) -> None:
-        """Tally a micro-batch; its staleness is the number of optimizer steps since its generation."""
+    def _steps_since_generation(self) -> int:
         first = self._step - self._step % (self.args.steps_per_generation * self.num_iterations)
         num = self.current_gradient_accumulation_steps
-        steps = torch.full_like(tokens.ratio, self._step // num - first // num, dtype=torch.long)
-        values = tokens.ratio, tokens.advantages, tokens.weight, torch.zeros_like(steps), steps
-        part = tally_offpolicy(*values, lower, upper)
-        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
+        return self._step // num - first // num
 
     def _take_offpolicy_metrics(self) -> dict[str, float]:
-        tally, self._offpolicy_tally = self._offpolicy_tally, None
-        assert tally is not None  # the loss has just tallied
-        if self.accelerator.num_processes > 1:
-            tally = tally.all_reduce(None)
-        return {name: value for name, value in offpolicy_metrics(tally).items() if "staleness" not in name}
+        return {name: value for name, value in super()._take_offpolicy_metrics().items() if "staleness" not in name}
 
     def _window(self) -> list[dict]:
         """Return the micro-batches of the optimizer step that begins."""
@@ -180,24 +240,3 @@ class BapoGRPOTrainer(GRPOTrainer):
         advantages = inputs["advantages"]
         advantages = (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(log_probs)
         return Tokens(log_probs, behavior_log_probs, advantages, weight)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            save_rule(self.clip_rule, Path(output_dir, SAVED_RULE))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            load_rule(self.clip_rule, Path(checkpoint, SAVED_RULE))
-
-    def _close_update(self) -> None:
-        update = self.clip_rule.close_update(self._all_reduce)
-        self._log(bounds_metrics([update]))
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-
-    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
-        return ContributionTally(self.accelerator.reduce(tally.sums, reduction="sum"))

@@ -36,7 +36,9 @@ def importance_ratio(log_probs: torch.Tensor, behavior_log_probs: torch.Tensor) 
     return (log_probs - behavior_log_probs).clamp(-20.0, 20.0).exp()
 
 
-def share_weights(mask: torch.Tensor, config: ClipConfig, mean_over: str = "update") -> torch.Tensor:
+def share_weights(
+    mask: torch.Tensor, config: ClipConfig, mean_over: str = "update", num_tokens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return each token's weight in the positive share: its weight in the loss.
 
     The released recipe, which has a P / N target, counts tokens whatever the loss averages over.
@@ -46,10 +48,13 @@ def share_weights(mask: torch.Tensor, config: ClipConfig, mean_over: str = "upda
         config: says whether the target is a share.
         mean_over: the tokens of the loss's first mean: those of the "update", of each "sequence", or of the
             "micro_batch".
+        num_tokens: 0-dim; tokens of the micro-batch on all ranks, if the loss's first mean is over them. None: those of
+            `mask`.
     """
     if mean_over == "update" or config.target_kind == "ratio":
         return mask
-    num_tokens = mask.sum(-1, keepdim=True) if mean_over == "sequence" else mask.sum()
+    if num_tokens is None:
+        num_tokens = mask.sum(-1, keepdim=True) if mean_over == "sequence" else mask.sum()
     return mask.double() / num_tokens.clamp(min=1)
 
 

@@ -43,9 +43,11 @@ def test_imports_go_from_cli_to_command_to_seams_to_core(file):
         assert roots <= {"openrlhf_bapo"} | LIBRARIES[layer] | set(sys.stdlib_module_names)
         ours = {name for name in found if name.startswith("openrlhf_bapo")}
         assert all(f"{name}.".startswith(f"openrlhf_bapo.{layer}.") for name in ours), ours
-    if layer in ("trl.py", "verl.py"):
-        assert roots <= {"openrlhf_bapo", "torch", "tensordict", layer[:-3]} | set(sys.stdlib_module_names)
-        assert not {name for name in found if name.startswith("openrlhf_bapo") and ".core." not in f"{name}."}
+    if layer in ("trl.py", "trl_async.py", "verl.py"):
+        framework = layer[:-3].split("_")[0]
+        assert roots <= {"openrlhf_bapo", "torch", "tensordict", framework} | set(sys.stdlib_module_names)
+        ours = {name for name in found if name.startswith("openrlhf_bapo")}
+        assert all(".core." in f"{name}." or name.startswith(f"openrlhf_bapo.{framework}") for name in ours), ours
     if layer in ALLOWED:
         ours = {name for name in found if name.startswith("openrlhf_bapo.")}
         assert all(name.split(".")[1] in ALLOWED[layer] for name in ours), ours

@@ -1,0 +1,374 @@
+"""BAPO in TRL's asynchronous trainer: its real training loop on samples that the test queues, without an engine.
+
+tests/full/test_trl_async.py has a run with a vLLM server.
+"""
+
+import inspect
+import os
+import queue
+from dataclasses import replace
+from multiprocessing import spawn
+from types import SimpleNamespace
+
+import numpy as np
+import pipeline
+import pytest
+import torch
+import trl_async_cpu
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.packing import TreeRow
+
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.core.clip_bounds import tally_contributions
+from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
+from openrlhf_bapo.core.other_rules import DivergenceBounds, TaperedWeights
+from openrlhf_bapo.trl_async import BapoAsyncGRPOTrainer
+
+# TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.
+os.environ.pop("VLLM_LOGGING_LEVEL", None)
+
+# A target that some of the steps reach at once, some between the ends of the ranges, and some never.
+SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.6)
+NUM_STEPS, SIZE = 4, 16
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("trl_async"))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    trl_async_cpu.run_on_cpu(monkeypatch)
+
+
+def make_samples(directory) -> list[RolloutSample]:
+    """Samples of five steps, in groups of four, of a policy near the first one.
+
+    The first two of a group begin alike, and every fifth token is not trained on.
+    """
+    rng, model = (
+        np.random.default_rng(0),
+        AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
+    )
+    samples = []
+    for i in range((NUM_STEPS + 1) * SIZE):
+        prompt = np.random.default_rng(1000 + i // 4).integers(3, 16, 3)
+        shared = np.random.default_rng(2000 + i // 4).integers(3, 16, 2)
+        ids = np.concatenate([prompt, shared[: 2 * (i % 4 < 2)], rng.integers(3, 16, rng.integers(2, 9))])
+        place = np.arange(len(ids))
+        log_probs = token_log_probs(model, ids).detach().numpy() + 0.5 * rng.normal(size=len(ids) - 1)
+        samples.append(
+            RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=ids.astype(np.int64),
+                completion_mask=((place >= 3) & (place % 5 != 4)).astype(np.int64),
+                old_log_probs=np.where(place >= 3, np.append(0, log_probs), 0).astype(np.float32),
+                advantage=float(rng.normal() + 0.4),
+                model_version=1 + i // (2 * SIZE),
+                group_id=i // 4,
+                metrics={"reward": 0.0},
+            )
+        )
+    return samples
+
+
+def token_log_probs(model, ids) -> torch.Tensor:
+    """log pi of every token but the first."""
+    ids = torch.as_tensor(ids)
+    return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+class Worker:
+    """A rollout worker whose samples are there from the beginning, and a weight transfer that transfers nothing."""
+
+    def __init__(self, samples: list[RolloutSample]) -> None:
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        for sample in samples:
+            self.rollout_buffer.put(sample)
+
+    def start(self) -> None: ...
+
+    stop = pause = resume = destroy = init_weight_transfer = start
+
+    def update_model_version(self, version: int) -> None: ...
+
+    def check_health(self, stale_after_s: float) -> None: ...
+
+    def send_weights(self, iterator) -> None: ...
+
+
+def arguments(directory, samples: list[RolloutSample] | None = None, batch: int = 4, **overrides) -> dict:
+    """The arguments of a trainer with steps of 16 samples."""
+    worker = Worker(samples or make_samples(directory))
+    values = dict(
+        output_dir=str(directory / "out"),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=SIZE // batch,
+        token_budget=0,
+        max_steps=NUM_STEPS,
+        learning_rate=3e-3,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_grad_norm=0.0,
+    )
+    return dict(
+        model=str(directory / "model"),
+        args=AsyncGRPOConfig(**values | overrides),
+        train_dataset=Dataset.from_dict({"prompt": ["1+1="]}),
+        rollout_worker=worker,
+        weight_transfer=worker,
+    )
+
+
+class Recording(BapoAsyncGRPOTrainer):
+    """Keeps the bounds, weights and gradients of each optimizer step, and counts forward passes."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self.weights, self.gradients, self.bounds, self.num_forwards = [], [], [], 0
+        super().__init__(*args, **kwargs)
+        self.model.register_forward_hook(self._count)
+
+    def _count(self, *_) -> None:
+        self.num_forwards += 1
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self._num_trained == 0:
+            self.weights.append({name: value.clone() for name, value in self.model.state_dict().items()})
+            self.bounds.append([])
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.bounds[-1].append((1 - self.epsilon_low, 1 + self.epsilon_high))
+        return loss
+
+    def training_step(self, *args):
+        found = super().training_step(*args)
+        if self._num_trained == len(self._window):
+            self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
+        return found
+
+
+def trained(directory, bapo, **overrides) -> Recording:
+    trainer = Recording(**arguments(directory, **overrides), bapo=bapo)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Recording) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
+
+
+def joined(directory, weights: dict, samples: list[RolloutSample], batch: int = 4):
+    """Log-probs with a gradient, the engine's, advantages and weights in the loss of all tokens of a step, [tokens].
+
+    The model is transformers' own, one sample at a time. TRL's loss is a mean over micro-batches of means over tokens.
+    """
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    model.load_state_dict(weights)
+    found = []
+    for i in range(0, len(samples), batch):
+        part = samples[i : i + batch]
+        num_tokens = sum(int(sample.completion_mask.sum()) for sample in part)
+        for sample in part:
+            ids, mask = torch.tensor(sample.input_ids), torch.tensor(sample.completion_mask)[1:] > 0
+            new = token_log_probs(model, ids)[mask]
+            old = torch.tensor(sample.old_log_probs)[1:][mask]
+            found.append((new, old, torch.full_like(old, sample.advantage), torch.full_like(old, 1 / num_tokens)))
+    return model, *(torch.cat(columns) for columns in zip(*found, strict=True))
+
+
+def of_step(directory, number: int) -> list[RolloutSample]:
+    return make_samples(directory)[number * SIZE : (number + 1) * SIZE]
+
+
+def assert_gradient(found: dict, model, loss: torch.Tensor) -> None:
+    model.zero_grad()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_bounds_and_gradient_are_those_of_all_tokens_of_the_optimizer_step(directory, batch):
+    trainer = trained(directory, replace(SEARCH, dual_clip=1.5), batch=batch)
+    found = set()
+    for number, entry in enumerate(logged(trainer)):
+        model, new, old, advantages, weight = joined(
+            directory, trainer.weights[number], of_step(directory, number), batch
+        )
+        ratio = (new - old).exp()
+        expected = find_clip_bounds(ratio.detach(), advantages, weight, SEARCH)
+        bounds = expected.lower.item(), expected.upper.item()
+        assert trainer.bounds[number] == [pytest.approx(bounds, abs=1e-9)] * (SIZE // batch)
+        assert (entry["bapo/clip_low"], entry["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
+        for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
+            assert entry[f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
+        dual = torch.where(advantages < 0, surrogate.maximum(1.5 * advantages), surrogate)
+        assert (dual != surrogate).any()
+        assert_gradient(trainer.gradients[number], model, -(weight * dual).sum() / (SIZE // batch))
+        found.add(bounds)
+    assert len(found) > 1  # the search had choices to make
+    assert trainer.num_forwards == 2 * NUM_STEPS * SIZE // batch
+
+
+def test_fixed_bounds_are_trls_own_loss_to_the_last_bit_and_need_no_forward_of_their_own(directory):
+    theirs = AsyncGRPOTrainer(**arguments(directory))
+    theirs.train()
+    ours = trained(directory, FixedBounds(0.8, 1.2))
+    start = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).state_dict()
+    state = ours.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in theirs.model.state_dict().items())
+    assert any(not torch.equal(value, start[name]) for name, value in state.items())
+    assert ours.num_forwards == NUM_STEPS * 4
+
+
+def test_bounds_per_token_go_to_their_tokens(directory):
+    trainer = trained(directory, DivergenceBounds(0.05), max_steps=1)
+    model, new, old, advantages, weight = joined(directory, trainer.weights[0], of_step(directory, 0))
+    ratio, distance = (new - old).exp(), 0.05 / old.exp()
+    clipped = ratio.minimum(1 + distance).maximum((1 - distance).clamp(min=0))
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    assert (surrogate != ratio * advantages).any()
+    assert_gradient(trainer.gradients[0], model, -(weight * surrogate).sum() / 4)
+
+
+def test_weights_by_sequence_weigh_the_tokens_of_their_sample(directory):
+    trainer = trained(directory, TaperedWeights("sequence"), max_steps=1)
+    samples = of_step(directory, 0)
+    model, new, old, advantages, weight = joined(directory, trainer.weights[0], samples)
+    lengths = [int(sample.completion_mask.sum()) for sample in samples]
+    products = [part.sum().exp().clamp(max=1) for part in (new - old).detach().split(lengths)]
+    tapered = torch.cat([product.expand(length) for product, length in zip(products, lengths, strict=True)])
+    w = torch.where(advantages > 0, 1.0, tapered)
+    assert_gradient(trainer.gradients[0], model, -(weight * w * advantages * new).sum() / 4)
+
+
+def test_steady_bounds_follow_the_steps_before_and_a_resumed_run_goes_on_with_them(directory, tmp_path):
+    smoothing = SmoothingConfig(half_life=2.0)
+    config = replace(SEARCH, smoothing=smoothing)
+    trainer = trained(directory, config, output_dir=str(tmp_path), save_strategy="steps", save_steps=2)
+    steady = SteadyBounds(SEARCH, smoothing)
+    for number in range(NUM_STEPS):
+        expected = steady.lower.item(), steady.upper.item()
+        assert trainer.bounds[number] == [pytest.approx(expected, abs=1e-6)] * 4
+        _, new, old, advantages, weight = joined(directory, trainer.weights[number], of_step(directory, number))
+        steady.follow(tally_contributions((new - old).exp().detach(), advantages, weight, SEARCH))
+    assert trainer.num_forwards == NUM_STEPS * 4
+
+    # TRL's queue begins anew with the run.
+    rest = make_samples(directory)[2 * SIZE :]
+    resumed = Recording(**arguments(directory, rest, output_dir=str(tmp_path)), bapo=config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.bounds == trainer.bounds[2:]
+
+
+def test_staleness_and_optimizer_steps_are_counted_from_the_version_of_each_sample(directory):
+    trainer = trained(directory, SEARCH, weight_sync_steps=2)
+    # Weights are transferred at the start and after step 2; the samples of steps 3 and 4 are of version 2.
+    samples = make_samples(directory)
+    samples[2 * SIZE].model_version = samples[3 * SIZE].model_version = 1
+    entries = logged(trainer)
+    assert [entry["offpolicy/staleness_max"] for entry in entries] == [0, 0, 0, 0]
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in entries] == [0, 1, 0, 1]
+    trainer = trained(directory, SEARCH, weight_sync_steps=2, samples=samples)
+    entries = logged(trainer)
+    assert [entry["offpolicy/staleness_max"] for entry in entries] == [0, 0, 1, 1]
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in entries] == [0, 1, 2, 3]
+    for number in (2, 3):
+        lengths = [int(sample.completion_mask.sum()) for sample in of_step(directory, number)]
+        assert entries[number]["offpolicy/staleness_mean"] == pytest.approx(lengths[0] / sum(lengths))
+        assert entries[number]["offpolicy/token_frac/staleness_1"] == pytest.approx(lengths[0] / sum(lengths))
+
+
+def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory):
+    trainer = trained(directory, SEARCH)
+    for number, entry in enumerate(logged(trainer)):
+        _, new, old, advantages, _ = joined(directory, trainer.weights[number], of_step(directory, number))
+        ratio = (new - old).exp().detach()
+        ess = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+        assert entry["offpolicy/ess"] == pytest.approx(ess, rel=1e-4)
+        assert entry["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
+        _, upper = trainer.bounds[number][0]
+        above = (ratio[advantages > 0] > upper).double().mean()
+        assert entry["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
+        assert abs(entry["entropy/predicted_change"]) > 0
+
+
+def train_rank(rank: int, directory, port: int, results) -> None:
+    os.environ |= dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    trl_async_cpu.run_on_cpu(pytest.MonkeyPatch())
+    samples = make_samples(directory)
+    samples[SIZE].model_version = 2
+    trainer = trained(directory, SEARCH, gradient_accumulation_steps=2, samples=samples, max_steps=3)
+    assert trainer.accelerator.num_processes == 2
+    bounds = [[tuple(map(float, bounds)) for bounds in step] for step in trainer.bounds]
+    entries = [entry["offpolicy/staleness_mean"] for entry in logged(trainer)]
+    results[rank] = trainer.weights, trainer.gradients, bounds, entries, trainer.model_version
+
+
+def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
+    results = torch.multiprocessing.Manager().dict()
+    torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
+    (weights, gradients, bounds, entries, version), (_, _, others_bounds, _, others_version) = results[0], results[1]
+    assert bounds == others_bounds and len({tuple(step) for step in bounds}) > 1
+    assert version == others_version == 4
+    for number in range(3):
+        samples = of_step(directory, number)
+        model, new, old, advantages, weight = joined(directory, weights[number], samples, batch=8)
+        ratio = (new - old).exp()
+        expected = find_clip_bounds(ratio.detach(), advantages, weight, SEARCH)
+        assert bounds[number] == [pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)] * 2
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(*bounds[number][0]) * advantages)
+        assert_gradient(gradients[number], model, -(weight * surrogate).sum() / 2)
+    num_tokens = [int(sample.completion_mask.sum()) for sample in of_step(directory, 1)]
+    assert entries == [0, pytest.approx(1 - num_tokens[0] / sum(num_tokens)), 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
+)
+def test_sampling_from_another_distribution_than_the_trainers_is_refused(directory, name, value):
+    with pytest.raises(ValueError, match=f"{name} {value} is not allowed with BAPO; it must be"):
+        BapoAsyncGRPOTrainer(**arguments(directory, **{name: value}), bapo=SEARCH)
+
+
+def test_a_temperature_is_refused_if_the_servers_log_probs_do_not_have_it(directory):
+    given = arguments(directory, temperature=0.7)
+    del given["rollout_worker"]
+    trainer = BapoAsyncGRPOTrainer(**given, reward_funcs=len, bapo=SEARCH)
+    info = {"model_config": {"logprobs_mode": "raw_logprobs"}}
+    trainer.vllm_client = SimpleNamespace(wait_for_server_ready=lambda: None, get_server_info=lambda: info)
+    message = "--logprobs-mode 'raw_logprobs' is not allowed with BAPO; it must be processed_logprobs"
+    with pytest.raises(ValueError, match=message):
+        trainer.get_train_dataloader()
+    info["model_config"]["logprobs_mode"] = "processed_logprobs"
+    trainer.get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (AsyncGRPOTrainer.compute_loss, "torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)"),
+        (AsyncGRPOTrainer.compute_loss, "outputs.log_probs.flatten()[token_index]"),
+        (AsyncGRPOTrainer.compute_loss, "outputs.entropy.flatten()[token_index]"),
+        (AsyncGRPOTrainer.compute_loss, 'inputs["token_index"][selected]'),
+        (AsyncGRPOTrainer.compute_loss, "(global_n_tokens / world_size)"),
+        (AsyncGRPOTrainer.get_train_dataloader, "rollout_queue=self.rollout_queue"),
+        (AsyncGRPOTrainer.__init__, "StepIntervalCallback(self._sync_weight"),
+        (async_grpo_trainer.RolloutQueueDataset.__iter__, '"metrics": sample.metrics'),
+        (TreeRow.pack, "segment_id.append(i)"),
+    ],
+)
+def test_trl_has_what_the_adapter_relies_on(where, text):
+    assert text in inspect.getsource(where)
