@@ -46,7 +46,15 @@ TESTS = {
         "test_update_scope.py",
     ],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
-    "openrlhf/actor_trainer.py": ["test_off_policy_actor.py", "test_baselines.py", "test_update_scope.py"],
+    "openrlhf/actor_trainer.py": [
+        "test_off_policy_actor.py",
+        "test_baselines.py",
+        "test_update_scope.py",
+        "test_nonfinite.py",
+        "test_steady_updates.py",
+        "test_other_rule_updates.py",
+        "test_tokens.py",
+    ],
 }
 
 # Loads everything again for OpenRLHF's own trainer.

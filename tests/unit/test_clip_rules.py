@@ -96,6 +96,20 @@ def test_a_rule_gives_the_same_bounds_and_metrics_however_its_updates_are_split(
 
 
 @of_every_rule
+def test_a_rule_says_whether_it_gives_weights(make):
+    rule = make(ClipConfig())
+    assert rule.has_weights == (rule.weights(random_tokens()) is not None)
+
+
+def test_a_token_on_a_bound_is_inside():
+    tokens = random_tokens()
+    on_bounds = torch.where(tokens.advantages > 0, 1.25, 0.75)
+    tokens.__dict__["ratio"] = on_bounds
+    assert torch.equal(FixedBounds(0.75, 1.25).gradient_weights(tokens), on_bounds)
+    assert not FixedBounds(0.76, 1.24).gradient_weights(tokens).any()
+
+
+@of_every_rule
 @given(updates, clip_configs(), st.data())
 def test_a_rule_whose_state_was_saved_goes_on_as_the_unbroken_one(make, stream, config, data):
     unbroken, resumed = make(config), make(config)
