@@ -60,3 +60,14 @@ def test_the_collector_does_not_look_through_what_is_imported():
     run = subprocess.run([sys.executable, "-c", COUNTS_COLLECTIONS], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert set(HEAVY) <= {module for module, _ in SEAMS}
+
+
+def test_the_collector_of_an_engines_process_is_left_alone():
+    code = """
+import gc, sys, types
+sys.modules["vllm"], before = types.ModuleType("vllm"), gc.get_threshold()
+from openrlhf_bapo.openrlhf import registration
+registration.register()
+assert gc.get_threshold() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
