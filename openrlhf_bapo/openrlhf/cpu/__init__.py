@@ -39,6 +39,9 @@ def _activate_without_cuda(torch: ModuleType) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     flash_attn.install()
+    # With --train.full_determinism_enable torch would fill DeepSpeed's reduce buckets, 2 GiB in every step. Nothing
+    # reads what it fills.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.cuda.current_device = lambda: torch.device("cpu")
     for name in ("current_stream", "empty_cache", "set_device", "synchronize"):
         # A separate function for each name, because torch.compile requires distinct functions in its table.
@@ -120,16 +123,14 @@ def _strategy(deepspeed_strategy: Any) -> None:
     get_ds_train_config, moving_average = strategy.get_ds_train_config, strategy.moving_average
 
     @functools.wraps(get_ds_train_config)
-    def for_a_cpu(self: Any, *args: Any, **kwargs: Any) -> dict:
+    def with_torch_adam(self: Any, *args: Any, **kwargs: Any) -> dict:
         config = get_ds_train_config(self, *args, **kwargs)
-        # DeepSpeed's default are two buffers of a GiB per step. With --train.full_determinism_enable torch fills them.
-        config["zero_optimization"]["reduce_bucket_size"] = 10_000_000  # elements
         if config.get("optimizer", {}).get("type") == "AdamW":
             # torch's AdamW is equal to DeepSpeed's, which would take most of a minute to compile at first use.
             config["optimizer"]["params"]["torch_adam"] = True
         return config
 
-    strategy.get_ds_train_config = for_a_cpu
+    strategy.get_ds_train_config = with_torch_adam
     strategy.moving_average = lambda self, model, ema, beta=0.992, device="cpu": moving_average(self, model, ema, beta)
 
 
