@@ -1,6 +1,6 @@
 """BAPO in TRL's asynchronous trainer: its real training loop on samples that the test queues, without an engine.
 
-tests/full/test_trl_async.py has a run with a vLLM server.
+tests/full/test_trl_async_run.py has a run with a vLLM server.
 """
 
 import inspect
