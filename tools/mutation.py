@@ -38,13 +38,15 @@ TESTS = {
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "core/saved_pool.py": ["test_saved_pool.py"],
-    "command/flags.py": ["test_flags.py", "test_tokens.py"],
-    "openrlhf/policy_loss.py": [
-        "test_policy_loss.py",
+    "core/rule_loss.py": [
         "test_nonfinite.py::test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out",
+        "test_policy_loss.py",
         "test_clip_rules.py",
         "test_update_scope.py",
     ],
+    "command/flags.py": ["test_flags.py", "test_tokens.py"],
+    "command/loss_flags.py": ["test_flags.py"],
+    "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_clip_rules.py", "test_update_scope.py"],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/actor_trainer.py": [
         "test_off_policy_actor.py",

@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from openrlhf_bapo.cli.plot import read_scalars
-from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "openrlhf_bapo.cli.main"]

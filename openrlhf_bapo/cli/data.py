@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, WrongDataset, read_problems
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

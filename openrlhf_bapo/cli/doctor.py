@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openrlhf_bapo.cli.plot import read_scalars
-from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.core.doctor import Finding, diagnose
 
 

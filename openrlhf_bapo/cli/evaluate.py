@@ -10,8 +10,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import TextIO
 
 from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.flags import FlagError, exit_with_one_line
 from openrlhf_bapo.command.input_files import try_file
+from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 # Seconds between progress lines: on a terminal, where a line replaces the last one, and in a file.

@@ -7,8 +7,8 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-from openrlhf_bapo.command.flags import exit_with_one_line
 from openrlhf_bapo.command.input_files import warn
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {

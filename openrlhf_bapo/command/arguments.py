@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 
 from openrlhf_bapo.command import checks
-from openrlhf_bapo.command.flags import FlagError, add_flags, check_flags, exit_with_one_line, resolve_flags
+from openrlhf_bapo.command.flags import add_flags, check_flags, resolve_flags
 from openrlhf_bapo.command.input_files import warn
+from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.saved_pool import SavedStateError
 from openrlhf_bapo.openrlhf.registration import register
 from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.flags import FlagError, source_of_staleness
+from openrlhf_bapo.command.flags import source_of_staleness
 from openrlhf_bapo.command.input_files import (
     LoadedFile,
     check_model,
@@ -27,6 +27,7 @@ from openrlhf_bapo.command.input_files import (
     model_length,
     warn,
 )
+from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)

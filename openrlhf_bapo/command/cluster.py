@@ -15,7 +15,7 @@ from pathlib import Path
 
 import openrlhf_bapo
 from openrlhf_bapo.command.checks import describe_gpus, gpu_groups, largest_group
-from openrlhf_bapo.command.flags import exit_with_one_line
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.openrlhf.interrupts import is_training
 
 EVERY = 60.0

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.command.flags import FlagError
 from openrlhf_bapo.command.input_files import check_model, check_python_file, check_row, is_url, json_value
+from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
 from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK, register

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf_bapo.command.flags import FlagError
+from openrlhf_bapo.command.mistakes import FlagError
 
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""

@@ -13,7 +13,8 @@ from openrlhf_bapo.command.checks import gpu_groups
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, is_decoupled
+from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
 from openrlhf_bapo.planning.checkpoints import checkpoint_terms, replay_term
 from openrlhf_bapo.planning.engine_memory import (

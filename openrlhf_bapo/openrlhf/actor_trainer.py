@@ -3,7 +3,7 @@
 import functools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,43 +11,17 @@ from openrlhf.models import PolicyLoss
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
-from torch.utils.data import DataLoader
 
 from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, importance_ratio
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
-from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.core.rule_loss import Timer, leave_out_nonfinite
+from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.core.update_windows import UpdateWindowLoader
+from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, save_clip_rule
-from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, has_proximal_ratio, is_off_policy
+from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
-
-
-class UpdateWindowLoader(DataLoader):
-    """A loader of micro-batches that shows its dataset each optimizer step's window before the window's first one.
-
-    In place of the `DataLoader` that `ActorPPOTrainer.ppo_train` builds over its replay buffer. The dataset's
-    `before_update(window)` is called with the window, a list of micro-batches; without such an attribute this is a
-    plain DataLoader.
-    """
-
-    dataset: Any
-    """OpenRLHF's replay buffer."""
-
-    def __iter__(self) -> Iterator[Experience]:  # type: ignore[override]  # torch names a private iterator class
-        micro_batches = super().__iter__()
-        if not hasattr(self.dataset, "before_update"):
-            return micro_batches
-        return self._windows(micro_batches)
-
-    def _windows(self, micro_batches: Iterator[Experience]) -> Iterator[Experience]:
-        ends = self.dataset.update_ends(len(self))
-        window = []
-        for micro_batch, end in zip(micro_batches, ends, strict=True):
-            window.append(micro_batch)
-            if end:
-                self.dataset.before_update(window)
-                yield from window
-                window = []
 
 
 class BapoActorTrainer(ppo_actor.ActorPPOTrainer):

@@ -1,9 +1,6 @@
 """OpenRLHF's PolicyLoss between the bounds, or with the weights, of a clip rule."""
 
-import functools
 import inspect
-import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,31 +9,10 @@ import torch.distributed as dist
 from openrlhf.models import PolicyLoss
 from openrlhf.models.utils import masked_mean
 
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
-from openrlhf_bapo.core.entropy_rule import EntropyRule
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
+from openrlhf_bapo.core.rule_loss import ClipRuleLoss
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
-
-
-def leave_out_nonfinite(
-    action_mask: torch.Tensor, *values: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Mask the tokens that have a value that is not finite.
-
-    If all values are finite, the results are the arguments, bit for bit. Nothing is read on the host.
-
-    Args:
-        action_mask: [batch, actions], 1 for the response's tokens.
-        values: each [batch, actions].
-
-    Returns:
-        The mask without these tokens, the values with zeros there, and the number of these tokens.
-    """
-    finite = functools.reduce(torch.logical_and, map(torch.isfinite, values))
-    num_left_out = ((action_mask > 0) & ~finite).sum()
-    return action_mask * finite, [torch.where(finite, value, 0.0) for value in values], num_left_out
 
 
 def correction_weights(
@@ -70,16 +46,13 @@ def correction_weights(
     return torch.where((gated >= low) & (gated <= high), log_ratio.exp(), 0.0)
 
 
-class BapoPolicyLoss(PolicyLoss):
+class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     """The clipped surrogate of `PolicyLoss` (openrlhf/models/loss.py) between the bounds of a clip rule.
 
     With a rule that gives weights, the loss is -w A log pi per token, without a clip.
 
     Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. A token counts in the search with its
-    weight in the loss, IS correction included. A rule that needs the tally of an
-    update first gets it from `tally` and `close_update` before the update is trained; without them, every call closes
-    an update of the tokens that it is given, summed over `group` (micro-batch scope). With any other rule, every call
-    tallies its tokens, and `close_update` closes an update that has been trained.
+    weight in the loss, IS correction included.
 
     Args:
         clip_config: BAPO's settings. Its `dual_clip` has no effect here: `PolicyLoss` has an argument of this name.
@@ -93,9 +66,6 @@ class BapoPolicyLoss(PolicyLoss):
         ValueError: for a `policy_loss_type` other than "ppo" (a rule bounds each token's ratio, gspo has one ratio per
             sequence), or an unknown `token_weight`.
     """
-
-    clip_eps_low: float | torch.Tensor
-    clip_eps_high: float | torch.Tensor
 
     def __init__(
         self,
@@ -111,15 +81,8 @@ class BapoPolicyLoss(PolicyLoss):
             raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
-        self.rule = rule or make_clip_rule(clip_config or ClipConfig())
         self.token_weight = token_weight
-        self.group = group
-        self.updates: list[UpdateBounds] = []
-        """Every closed update since `updates` was last emptied, for the metrics."""
-        self.entropy_rule = EntropyRule()
-        """Tallies every call; the caller closes its updates, which end with the optimizer step."""
-        self._is_tallied = False  # by the caller, for the coming update
-        self._timers: list[Timer] = []
+        self._use_rule(rule or make_clip_rule(clip_config or ClipConfig()), group)
 
     @classmethod
     def from_policy_loss(cls, loss: PolicyLoss, **kwargs: Any) -> "BapoPolicyLoss":
@@ -144,20 +107,7 @@ class BapoPolicyLoss(PolicyLoss):
             action_mask: [batch, actions], 1 for the response's tokens.
             rollout_log_probs: [batch, actions], the engine's, for IS correction.
         """
-        with self._timed():
-            self.rule.tally(self._tokens(log_probs, behavior_log_probs, advantages, action_mask, rollout_log_probs))
-
-    def close_update(self) -> None:
-        """Close the running update, if anything was tallied; every rank must call."""
-        if not self.rule.has_open_update:
-            return
-        with self._timed():
-            self.updates.append(self.rule.close_update(self._all_reduce))
-        self._is_tallied = self.rule.needs_tally_first
-
-    def search_in_each_call(self) -> None:
-        """Let a rule that needs the tally first close an update in each call, until `close_update` is called."""
-        self._is_tallied = False
+        self.tally_tokens(self._tokens(log_probs, behavior_log_probs, advantages, action_mask, rollout_log_probs))
 
     def forward(
         self,
@@ -171,25 +121,15 @@ class BapoPolicyLoss(PolicyLoss):
         """Return (loss, clip ratio, ppo kl, vllm kl, IS filter ratio), with the shapes of `PolicyLoss.forward`."""
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
-        if not self._is_tallied:
-            with self._timed():
-                self.rule.tally(tokens)
-                if self.rule.needs_tally_first:
-                    self.updates.append(self.rule.close_update(self._all_reduce))
         of_the_loss = tokens
         if self.token_weight != "none":
             of_the_loss = replace(tokens, weight=self._weight(old_log_probs, mask, rollout_log_probs))
-        self.entropy_rule.tally(self.rule, of_the_loss, self.dual_clip)
-        weights = self.rule.weights(tokens)
+        weights = self._set_bounds(tokens, of_the_loss)
         if weights is None:
-            lower, upper = self.rule.bounds(tokens)
-            # PolicyLoss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
-            self.clip_eps_low, self.clip_eps_high = 1 - lower, upper - 1
             return super().forward(
                 log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info
             )
         # At ratio 1 the surrogate of advantages w A has the gradient of w A log pi.
-        self.clip_eps_low, self.clip_eps_high = 1.0, math.inf
         if rollout_log_probs is not None:  # IS correction stays old / rollout
             rollout_log_probs = rollout_log_probs + (log_probs.detach() - old_log_probs)
         loss, clip_ratio, _, vllm_kl, filtered = super().forward(
@@ -197,16 +137,6 @@ class BapoPolicyLoss(PolicyLoss):
         )
         ppo_kl = masked_mean(old_log_probs - log_probs.detach(), action_mask, dim=None)
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the updates that were closed since the last call, averaged over them."""
-        updates, self.updates = self.updates, []
-        return (bounds_metrics(updates) if updates else {}) | self.entropy_rule.take_metrics(self._sum_over_ranks)
-
-    def take_seconds(self) -> float:
-        """Return the seconds of tallies and searches since the last call, the wait for other ranks included."""
-        timers, self._timers = self._timers, []
-        return sum(timer.seconds() for timer in timers)
 
     def _tokens(
         self,
@@ -234,44 +164,3 @@ class BapoPolicyLoss(PolicyLoss):
             return weight
         assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
         return weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
-
-    def _sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
-        if self.group is not None:
-            dist.all_reduce(tallies, group=self.group)
-        return tallies
-
-    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
-        return tally if self.group is None else tally.all_reduce(self.group)
-
-    def _timed(self) -> "Timer":
-        self._timers.append(timer := Timer())
-        return timer
-
-
-_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver every time
-
-
-class Timer:
-    """Seconds that a device spends in a `with` block; read late, it stalls no GPU on the way."""
-
-    def __enter__(self) -> None:
-        self._start = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        self._end = self._now()
-
-    def seconds(self) -> float:
-        """Return the measured time. Waits for the device."""
-        if isinstance(self._start, float):
-            return self._end - self._start
-        self._end.synchronize()
-        return self._start.elapsed_time(self._end) / 1000
-
-    @staticmethod
-    def _now() -> Any:
-        """Return a time in seconds, or an event where there is CUDA."""
-        if not _has_cuda():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

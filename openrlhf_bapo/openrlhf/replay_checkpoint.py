@@ -27,8 +27,9 @@ from openrlhf_bapo.core.other_rules import default_settings
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool
 from openrlhf_bapo.core.saved_pool import SavedStateError, read_directory, write_directory
+from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.settings import clip_rule_from_args, partial_config_from_args, replay_config_from_args
+from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
 
 KINDS = ("_replay", "_partial", "_buffer", "_rule")
 RULE_FORMAT_VERSION = 1

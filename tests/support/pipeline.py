@@ -341,7 +341,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
 
     if precision == "fp32":  # which OpenRLHF does not offer
         utils.convert_to_torch_dtype = lambda _: torch.float32
-    if our_loss := sys.modules.get("openrlhf_bapo.openrlhf.policy_loss"):
+    if our_loss := sys.modules.get("openrlhf_bapo.core.rule_loss"):
         our_loss.time = Namespace(perf_counter=itertools.count(0.0).__next__)
     args.ds.param_dtype = precision
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)

@@ -1,0 +1,251 @@
+"""The flags of the policy loss and its clip rule, for the commands of OpenRLHF and Molt."""
+
+import argparse
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.core.clip_config import AVERAGES, CONTRIBUTIONS, PRESETS, SCOPES, SEARCH_FIELDS, ClipConfig
+from openrlhf_bapo.core.other_rules import LEVELS, RULES, default_settings
+from openrlhf_bapo.core.settings import smoothing_config
+
+_OF_EVERY_LOSS = ("bapo.dump_tokens", "bapo.max_skipped_updates")
+
+_BOUND_HELP = {
+    "ratio_lower_start": "lower clip bound at the start of the search, an importance ratio in (0, 1]",
+    "ratio_lower_max": "highest lower clip bound of the search, at most 1",
+    "ratio_lower_step": "step of the search for the lower clip bound",
+    "ratio_upper_start": "upper clip bound at the start of the search, an importance ratio of at least 1",
+    "ratio_upper_max": "highest upper clip bound of the search",
+    "ratio_upper_step": "step of the search for the upper clip bound",
+}
+
+_RULE_HELP = {
+    "m2.budget": "allowed mean of the squared log-ratio over the tokens that a clip would cut",
+    "m2.half_life": "train each update with an average over past updates, which needs no extra forward pass; the value "
+    "is its half-life in optimizer steps; 0: by the update's own tokens",
+    "divergence.threshold": "a token whose probability moved further, in the direction of its advantage, is left out; "
+    "in (0, 1)",
+    "topr.level": "whose ratio weighs a token: its own, or that of its whole response",
+    "balanced.target": "share of the gradient that positive tokens carry at least, in (0, 1)",
+    "balanced.half_life": "as --m2.half_life",
+    "balanced.level": "as --topr.level",
+}
+
+
+def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], default: str) -> argparse._ArgumentGroup:
+    """Add the flags of the policy loss and its clip rule. The default None means "not given".
+
+    Args:
+        parser: of the framework's command.
+        others: the framework's own losses, which `--policy_loss` may also be.
+        default: what it is if it is not given, for `--help`.
+
+    Returns:
+        The group of `--bapo.*`.
+    """
+    group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
+    group.add_argument(
+        "--policy_loss",
+        choices=(*others, "bapo", *RULES),
+        default=None,
+        help=f"bapo: clip bounds recomputed for each update; {', '.join(others)}: the framework's; m2, divergence: the "
+        f"clip bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip (default: {default})",
+    )
+    group.add_argument(
+        "--bapo.preset",
+        choices=tuple(PRESETS),
+        default=None,
+        help="a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
+        "published (default: readme)",
+    )
+    group.add_argument(
+        "--bapo.positive_contribution_target",
+        type=float,
+        default=None,
+        help="rho_0 in (0, 1): the search stops when tokens of positive advantage have this share of the objective; "
+        "with the preset released, rho_0 is a ratio P / N",
+    )
+    for name, text in _BOUND_HELP.items():
+        group.add_argument(f"--bapo.{name}", type=float, default=None, help=text)
+    group.add_argument(
+        "--bapo.contribution",
+        choices=CONTRIBUTIONS,
+        default=None,
+        help="contribution of a token to the share: surrogate (the paper's Eq. 8), or gradient (the part that the "
+        "token's gradient carries)",
+    )
+    group.add_argument(
+        "--bapo.scope",
+        choices=SCOPES,
+        default=None,
+        help="search once per optimizer step over its tokens on all ranks, or once per micro-batch (the authors' "
+        "released recipe)",
+    )
+    group.add_argument(
+        "--bapo.smoothing",
+        type=float,
+        default=None,
+        help="train each update with an average over past bounds, which needs no extra forward pass; the value is its "
+        "half-life in optimizer steps; 0: search in each update (the paper)",
+    )
+    group.add_argument(
+        "--bapo.smoothing_of",
+        choices=AVERAGES,
+        default=None,
+        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it searches",
+    )
+    group.add_argument(
+        "--bapo.smoothing_start",
+        type=float,
+        nargs=2,
+        metavar=("LOWER", "UPPER"),
+        default=None,
+        help="with --bapo.smoothing: bounds of the first update (default: the middle of their ranges)",
+    )
+    _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/core/other_rules.py)"))
+    return group
+
+
+def _add_rule_flags(group: argparse._ArgumentGroup) -> None:
+    for name in RULES:
+        for setting, default in default_settings(name).items():
+            group.add_argument(
+                f"--{name}.{setting}",
+                type=type(default),
+                choices=LEVELS if setting == "level" else None,
+                default=None,
+                help=f"with --policy_loss {name}: {_RULE_HELP[f'{name}.{setting}']} (default: {default})",
+            )
+
+
+def resolve_loss_flags(values: dict, policy_loss: str) -> None:
+    """Check the flags of the loss, and fill in those that were not given, in place.
+
+    Args:
+        values: flags by name, with dots. Those of the framework may be missing.
+        policy_loss: as resolved.
+
+    Raises:
+        FlagError: at the first mistake.
+    """
+    given = {
+        name.removeprefix("bapo."): value
+        for name, value in values.items()
+        if name.startswith("bapo.") and name not in _OF_EVERY_LOSS and value is not None
+    }
+    _resolve_rule(values, policy_loss, given)
+    _check_policy_loss(values, policy_loss, given)
+    if policy_loss == "bapo":
+        _resolve_bapo(values, given)
+
+
+def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
+    if policy_loss != "bapo" and given:
+        name, value = next(iter(given.items()))
+        if name == "discard_saved":
+            raise FlagError(
+                "--bapo.discard_saved: there is no average to discard; allowed with --bapo.smoothing, --m2.half_life "
+                "or --balanced.half_life above 0"
+            )
+        raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, not {policy_loss}")
+    if values.get("actor.policy_loss_type") == "gspo" and policy_loss != "gspo":
+        raise FlagError(f"--policy_loss {policy_loss}: allowed only with --actor.policy_loss_type ppo, not gspo")
+
+
+def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
+    """Check the flags of the rules of other methods, and fill in those of the chosen one.
+
+    Args:
+        values: all flags.
+        policy_loss: as resolved.
+        given: the given flags of `--bapo.*`; "discard_saved" leaves them if the rule has an average to discard.
+    """
+    for name in RULES:
+        settings = {setting: values[f"{name}.{setting}"] for setting in default_settings(name)}
+        settings = {setting: value for setting, value in settings.items() if value is not None}
+        if name != policy_loss:
+            for setting, value in settings.items():
+                raise FlagError(
+                    f"--{name}.{setting} {value}: allowed only with --policy_loss {name}, not {policy_loss}"
+                )
+            continue
+        try:
+            rule = RULES[name](**settings)
+        except ValueError as error:
+            raise FlagError(f"--{name}.{error}") from None
+        _check_no_clip(values, name, "m2 and divergence have their own bounds, topr and balanced none")
+        if rule.has_weights:
+            _check_weights(values, name)
+        if rule.follows_updates:
+            given.pop("discard_saved", None)
+        values |= {f"{name}.{setting}": value for setting, value in (default_settings(name) | settings).items()}
+
+
+def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:
+    """Refuse the framework's clip bounds, which have no effect with a clip rule."""
+    if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
+        raise FlagError(
+            f"--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss {policy_loss}: {reason}"
+        )
+
+
+def _check_weights(values: dict, policy_loss: str) -> None:
+    """Refuse flags that cannot be combined with weights in place of a clip."""
+    if (dual_clip := values.get("actor.dual_clip")) is not None:
+        raise FlagError(
+            f"--actor.dual_clip {dual_clip}: has no effect with --policy_loss {policy_loss}, which weighs no token by "
+            "more than 1; allowed with ppo, bapo, m2, divergence"
+        )
+    if (level := values.get("algo.advantage.is_correction_level", "off")) != "off":
+        raise FlagError(
+            f"--algo.advantage.is_correction_level {level}: would weigh tokens a second time; allowed with "
+            f"--policy_loss {policy_loss}: off"
+        )
+    if every := values.get("bapo.dump_tokens"):
+        raise FlagError(
+            f"--bapo.dump_tokens {every}: shows tokens and their clip bounds; allowed with --policy_loss ppo, bapo, m2 "
+            f"or divergence, not {policy_loss}, which has none"
+        )
+
+
+def _resolve_bapo(values: dict, given: dict) -> None:
+    """Check the flags of the search and fill in the preset's values for those that are not in `given`."""
+    _check_no_clip(values, "bapo", "its bounds come from --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max")
+    preset_name = given.pop("preset", "readme")
+    preset = ClipConfig.preset(preset_name)
+    token_weight = given.pop("token_weight", "none")
+    of_smoothing = ("smoothing_of", "smoothing_start", "discard_saved")
+    smoothing = {name: given.pop(name) for name in of_smoothing if name in given}
+    if half_life := given.pop("smoothing", preset.smoothing.half_life if preset.smoothing else 0.0):
+        smoothing = {"smoothing_of": "bounds", **smoothing}
+    try:
+        config = replace(preset, smoothing=None, **given)
+    except ValueError as error:
+        raise FlagError(f"--bapo.{error}") from None
+    _check_smoothing(config, half_life, smoothing)
+
+    if values.get("actor.dual_clip") is None:
+        values["actor.dual_clip"] = config.dual_clip
+    resolved = {name: getattr(config, name) for name in (*SEARCH_FIELDS, "scope")}
+    resolved |= {"preset": preset_name, "token_weight": token_weight, "smoothing": half_life, **smoothing}
+    values.update({f"bapo.{name}": value for name, value in resolved.items()})
+
+
+def _check_smoothing(config: ClipConfig, half_life: float, given: dict) -> None:
+    if not 0 <= half_life < math.inf:
+        raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
+    if half_life == 0:
+        if given:
+            name, value = next(iter(given.items()))
+            raise FlagError(f"--bapo.{name} {value}: allowed only with --bapo.smoothing above 0")
+        return
+    if config.scope != "update":
+        raise FlagError(
+            f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {config.scope}"
+        )
+    try:
+        replace(config, smoothing=smoothing_config(half_life, given))
+    except ValueError as error:
+        raise FlagError(f"--bapo.{error}") from None

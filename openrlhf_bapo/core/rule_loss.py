@@ -1,0 +1,147 @@
+"""A clip rule inside a policy loss: its updates, their metrics, and the time that they cost."""
+
+import functools
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from openrlhf_bapo.core.bounds_metrics import bounds_metrics
+from openrlhf_bapo.core.clip_bounds import ContributionTally
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds
+from openrlhf_bapo.core.entropy_rule import EntropyRule
+
+
+class ClipRuleLoss:
+    """For a framework's policy loss that clips ratios to [1 - clip_eps_low, 1 + clip_eps_high].
+
+    A rule that needs the tally of an update first gets it from `tally_tokens` and `close_update` before the update is
+    trained; without them, every call of the loss closes an update of its own tokens (micro-batch scope). With any other
+    rule, every call tallies its tokens, and `close_update` closes an update that has been trained.
+    """
+
+    clip_eps_low: float | torch.Tensor
+    clip_eps_high: float | torch.Tensor
+    dual_clip: float | None
+
+    def _use_rule(self, rule: ClipRule, group: dist.ProcessGroup | None) -> None:
+        self.rule = rule
+        self.group = group
+        """Data-parallel ranks whose tokens count together; None: this process alone."""
+        self.updates: list[UpdateBounds] = []
+        """Every closed update since `updates` was last emptied, for the metrics."""
+        self.entropy_rule = EntropyRule()
+        """Tallies every call; the caller closes its updates, which end with the optimizer step."""
+        self._is_tallied = False  # by the caller, for the coming update
+        self._timers: list[Timer] = []
+
+    def tally_tokens(self, tokens: Tokens) -> None:
+        """Add the tokens of one micro-batch to the running update."""
+        with self._timed():
+            self.rule.tally(tokens)
+
+    def close_update(self) -> None:
+        """Close the running update, if anything was tallied; every rank must call."""
+        if not self.rule.has_open_update:
+            return
+        with self._timed():
+            self.updates.append(self.rule.close_update(self._all_reduce))
+        self._is_tallied = self.rule.needs_tally_first
+
+    def search_in_each_call(self) -> None:
+        """Let a rule that needs the tally first close an update in each call, until `close_update` is called."""
+        self._is_tallied = False
+
+    def _set_bounds(self, tokens: Tokens, of_the_loss: Tokens | None = None) -> torch.Tensor | None:
+        """Set the bounds that the loss clips these tokens to; returns the weights of a rule that has weights.
+
+        Args:
+            tokens: of the micro-batch that the loss is called with.
+            of_the_loss: the same with their weights in the loss, where these are not those of the share.
+        """
+        if not self._is_tallied:
+            with self._timed():
+                self.rule.tally(tokens)
+                if self.rule.needs_tally_first:
+                    self.updates.append(self.rule.close_update(self._all_reduce))
+        self.entropy_rule.tally(self.rule, of_the_loss or tokens, self.dual_clip)
+        weights = self.rule.weights(tokens)
+        if weights is None:
+            lower, upper = self.rule.bounds(tokens)
+            # The loss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
+            self.clip_eps_low, self.clip_eps_high = 1 - lower, upper - 1
+        else:
+            self.clip_eps_low, self.clip_eps_high = 1.0, math.inf
+        return weights
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the updates that were closed since the last call, averaged over them."""
+        updates, self.updates = self.updates, []
+        return (bounds_metrics(updates) if updates else {}) | self.entropy_rule.take_metrics(self._sum_over_ranks)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of tallies and searches since the last call, the wait for other ranks included."""
+        timers, self._timers = self._timers, []
+        return sum(timer.seconds() for timer in timers)
+
+    def _sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(tallies, group=self.group)
+        return tallies
+
+    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
+        return tally if self.group is None else tally.all_reduce(self.group)
+
+    def _timed(self) -> "Timer":
+        self._timers.append(timer := Timer())
+        return timer
+
+
+def leave_out_nonfinite(
+    action_mask: torch.Tensor, *values: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Mask the tokens that have a value that is not finite.
+
+    If all values are finite, the results are the arguments, bit for bit. Nothing is read on the host.
+
+    Args:
+        action_mask: [batch, actions], 1 for the response's tokens.
+        values: each [batch, actions].
+
+    Returns:
+        The mask without these tokens, the values with zeros there, and the number of these tokens.
+    """
+    finite = functools.reduce(torch.logical_and, map(torch.isfinite, values))
+    num_left_out = ((action_mask > 0) & ~finite).sum()
+    return action_mask * finite, [torch.where(finite, value, 0.0) for value in values], num_left_out
+
+
+_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver every time
+
+
+class Timer:
+    """Seconds that a device spends in a `with` block; read late, it stalls no GPU on the way."""
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._end = self._now()
+
+    def seconds(self) -> float:
+        """Return the measured time. Waits for the device."""
+        if isinstance(self._start, float):
+            return self._end - self._start
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1000
+
+    @staticmethod
+    def _now() -> Any:
+        """Return a time in seconds, or an event where there is CUDA."""
+        if not _has_cuda():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
