@@ -20,7 +20,7 @@ ALLOWED = {
     "command": {"command", "core", "math_tasks", "openrlhf", "planning"},
     "cli": {"cli", "command", "core", "math_tasks", "openrlhf", "planning"},
 }
-FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers", "trl", "verl"}
+FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers", "trl", "verl", "molt"}
 
 
 def imports(file) -> set[str]:
@@ -43,11 +43,14 @@ def test_imports_go_from_cli_to_command_to_seams_to_core(file):
         assert roots <= {"openrlhf_bapo"} | LIBRARIES[layer] | set(sys.stdlib_module_names)
         ours = {name for name in found if name.startswith("openrlhf_bapo")}
         assert all(f"{name}.".startswith(f"openrlhf_bapo.{layer}.") for name in ours), ours
-    if layer in ("trl.py", "trl_async.py", "verl.py"):
+    if layer in ("trl.py", "trl_async.py", "verl.py", "molt.py"):
         framework = layer[:-3].split("_")[0]
-        assert roots <= {"openrlhf_bapo", "torch", "tensordict", framework} | set(sys.stdlib_module_names)
-        ours = {name for name in found if name.startswith("openrlhf_bapo")}
-        assert all(".core." in f"{name}." or name.startswith(f"openrlhf_bapo.{framework}") for name in ours), ours
+        libraries = {"torch", "tensordict"} | ({"ray"} if framework == "molt" else set())
+        assert roots <= {"openrlhf_bapo", framework} | libraries | set(sys.stdlib_module_names)
+        of_the_command = ("command.loss_flags", "command.mistakes") if framework == "molt" else ()
+        allowed = tuple(f"openrlhf_bapo.{part}" for part in ("core.", framework, *of_the_command))
+        ours = {name for name in found if name.startswith("openrlhf_bapo.")}
+        assert all(f"{name}.".startswith(allowed) for name in ours), ours
     if layer in ALLOWED:
         ours = {name for name in found if name.startswith("openrlhf_bapo.")}
         assert all(name.split(".")[1] in ALLOWED[layer] for name in ours), ours

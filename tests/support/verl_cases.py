@@ -20,6 +20,7 @@ import trl.experimental.ppo
 import verl
 import verl_cpu  # noqa: F401
 from hydra import compose, initialize_config_dir
+from ranks import on_ranks
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
@@ -168,28 +169,6 @@ def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting
             engine.save_checkpoint(f"{saved}/{number + 1}")
     after = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
     return [*found, (after, {"num_forwards": getattr(engine, "num_forwards", None)})]
-
-
-def _rank(rank, world_size, port, results, function, args, kwargs):
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo")
-    results[rank] = function(rank, *args, **kwargs)
-    dist.destroy_process_group()
-
-
-def on_ranks(world_size: int, function, *args, **kwargs) -> list:
-    """A function's results by rank, each in a process forked off, for which nothing need be imported again."""
-    context = torch.multiprocessing.get_context("fork")
-    with context.Manager() as manager:
-        results, port = manager.dict(), pipeline.free_port()
-        common = world_size, port, results, function, args, kwargs
-        processes = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        assert [process.exitcode for process in processes] == [0] * world_size
-        return [results[rank] for rank in range(world_size)]
 
 
 def bounds_of(steps) -> list[tuple[float, float]]:

@@ -1,0 +1,290 @@
+"""BAPO in Molt: its policy loss with a clip rule for each optimizer step (written for molt-rl 0.2.1).
+
+    python -m openrlhf_bapo.molt --policy_loss bapo --bapo.preset paper ...
+
+The other flags are those of `python -m molt.cli.train_rl_ray`. Molt takes the ratio against log-probs that it computes
+when training on a rollout begins, which hides the rollout's staleness. It corrects for that with a weight, the
+probability of a token then over that under the engine. Here the ratio is against the engine's log-probs, so staleness
+and the engine's rounding are both in it, and the bounds come from a rule. Molt's own correction is then exactly 1.
+
+Molt asks its engines for log-probs only if its correction is on, so the command turns it on.
+"""
+
+import argparse
+import inspect
+import math
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from molt.models import PolicyLoss
+from molt.models.utils import masked_mean
+from molt.trainer.algorithm.experience import Experience
+from molt.trainer.workers import policy_actor
+from molt.utils.vlm_utils import merge_mm_train_inputs
+
+from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
+from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
+from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.core.saved_rule import load_rule, save_rule
+from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.core.update_windows import UpdateWindowLoader
+
+MEAN_OVER = {"token-mean": "update", "seq-mean-token-mean": "sequence"}
+"""Molt's aggregations that a rule is made for, and the tokens of their first mean (`share_weights`)."""
+
+
+class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
+    """The clipped surrogate of Molt's `PolicyLoss` between the bounds, or with the weights, of a clip rule.
+
+    The ratio is against the engine's log-probs. Dual clip, aggregation and the six results are Molt's own.
+
+    Args:
+        loss: Molt's, whose settings it takes over.
+        rule: the clip rule.
+        group: data-parallel ranks whose tokens count together; None: this process alone.
+    """
+
+    def __init__(self, loss: PolicyLoss, rule: ClipRule, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(**{name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters})
+        self._use_rule(rule, group)
+        self._offpolicy_tally: OffPolicyTally | None = None
+
+    def tally(
+        self,
+        log_probs: torch.Tensor,
+        rollout_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+    ) -> None:
+        """Add one micro-batch to the running update.
+
+        Args:
+            log_probs: [batch, tokens], log pi_theta.
+            rollout_log_probs: [batch, tokens], the engine's.
+            advantages: [batch, tokens].
+            action_mask: [batch, tokens], 1 for generated tokens.
+        """
+        self.tally_tokens(self._tokens(log_probs, rollout_log_probs, advantages, action_mask))
+
+    def forward(
+        self,
+        log_probs: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+        rollout_log_probs: torch.Tensor,
+        **batch_info: Any,
+    ) -> tuple:
+        """Return (loss, reported loss, clip ratio, policy kl, vllm kl, filter ratio), as `PolicyLoss.forward`."""
+        tokens = self._tokens(log_probs, rollout_log_probs, advantages, action_mask)
+        weights = self._set_bounds(tokens)
+        unknown = torch.zeros_like(tokens.weight, dtype=torch.long)  # Molt does not keep the versions of its policy
+        values = tokens.ratio, tokens.advantages, tokens.weight, unknown, unknown
+        part = tally_offpolicy(*values, *self.rule.bounds(tokens))
+        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
+        denominators = rollout_log_probs
+        if weights is not None:  # at ratio 1 the surrogate of advantages w A has the gradient of w A log pi
+            denominators, advantages = log_probs.detach(), weights * advantages
+        loss, reported, clip_ratio, *_, filtered = super().forward(
+            log_probs, denominators, advantages, action_mask, denominators, **batch_info
+        )
+        policy_kl = masked_mean(rollout_log_probs - log_probs.detach(), action_mask, dim=None)
+        vllm_kl = masked_mean(rollout_log_probs - old_log_probs, action_mask, dim=None)
+        return loss, reported, clip_ratio, policy_kl, vllm_kl, filtered
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call; of the off-policy ones those that need no policy versions."""
+        tally, self._offpolicy_tally = self._offpolicy_tally, None
+        assert tally is not None  # the loss has tallied
+        found = offpolicy_metrics(tally if self.group is None else tally.all_reduce(self.group))
+        known = {name: value for name, value in found.items() if "staleness" not in name and "steps" not in name}
+        return super().take_metrics() | known
+
+    def _tokens(
+        self,
+        log_probs: torch.Tensor,
+        rollout_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+    ) -> Tokens:
+        values = log_probs.detach(), rollout_log_probs, advantages
+        mask, (log_probs, rollout_log_probs, advantages), _ = leave_out_nonfinite(action_mask.long(), *values)
+        weight = share_weights(mask, self.rule.config, MEAN_OVER[self.loss_agg_mode])
+        return Tokens(log_probs, rollout_log_probs, advantages, weight)
+
+
+class BapoPolicyTrainer(policy_actor.PolicyTrainer):
+    """Molt's trainer of one rank, with the clip rule that `--policy_loss` asks for.
+
+    The rule is closed once per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
+    rule that needs the tally first gets it as in `BapoActorTrainer` (openrlhf/actor_trainer.py): from the loss where a
+    step has one micro-batch, from Molt's recomputed log-probs in the first step on a rollout, else from a forward pass
+    without gradient.
+    """
+
+    actor_loss_fn: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loss = self.actor_loss_fn
+        rule = clip_rule_from_args(self.args) or FixedBounds(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
+        self.actor_loss_fn = BapoPolicyLoss(loss, rule, self.strategy._get_dp_group())
+        self._is_first_update = True
+        self._ratio_forward_timers: list[Timer] = []
+        if rule.config.scope == "update":
+            self.replay_buffer.update_ends = self._update_ends
+            self.replay_buffer.before_update = self._before_update
+
+    def policy_train(self, kl_ctl: float) -> dict[str, float]:
+        """Make Molt's pass over the replay buffer; adds `bapo/*`, `offpolicy/*` and the seconds that the rule cost."""
+        self._is_first_update, loss = True, self.actor_loss_fn
+        status = super().policy_train(kl_ctl)
+        if "policy_loss" not in status:  # too few samples for an optimizer step
+            return status
+        status |= loss.take_metrics()
+        if loss.rule.searches:
+            timers, self._ratio_forward_timers = self._ratio_forward_timers, []
+            status["timing/bapo_search"] = loss.take_seconds()
+            status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in timers)
+        return status
+
+    def training_step(
+        self,
+        experience: Experience,
+        kl_ctl: float,
+        batch_num_tokens: torch.Tensor,
+        num_microbatches: int,
+        is_optimizer_step: bool,
+        *args: Any,
+    ) -> dict:
+        """Make Molt's training step of a micro-batch; the last one of an optimizer step closes the update."""
+        status = super().training_step(experience, kl_ctl, batch_num_tokens, num_microbatches, is_optimizer_step, *args)
+        if is_optimizer_step:
+            if not self.actor_loss_fn.rule.needs_tally_first:
+                self.actor_loss_fn.close_update()
+            self.actor_loss_fn.entropy_rule.close_update()
+        return status
+
+    def _update_ends(self, num_micro_batches: int) -> list[bool]:
+        """Say for each micro-batch whether it is the last one of its optimizer step, as `policy_train` cuts them."""
+        if self.args.train.dynamic_batch_enable:
+            return [bool(end) for end in self.replay_buffer.dynamic_optimizer_step]
+        size = num_micro_batches if self.args.train.force_on_policy else self.strategy.accumulated_gradient
+        return [(i + 1) % size == 0 for i in range(num_micro_batches)]
+
+    @torch.no_grad()
+    def _before_update(self, window: list[Experience]) -> None:
+        loss = self.actor_loss_fn
+        if not loss.rule.needs_tally_first:
+            return
+        is_first, self._is_first_update = self._is_first_update, False
+        if len(window) == 1:
+            loss.search_in_each_call()
+            return
+        for experience in window:
+            experience.to_device(torch.cuda.current_device())
+            log_probs = experience.action_log_probs
+            if not is_first or log_probs is None:
+                log_probs = self._action_log_probs(experience)
+            loss.tally(log_probs, experience.rollout_log_probs, experience.advantages, experience.action_mask)
+        loss.close_update()
+
+    def _action_log_probs(self, experience: Experience) -> torch.Tensor:
+        """Return log pi_theta of a micro-batch's tokens, [batch, tokens], as PolicyModelActor.forward does."""
+        mm_inputs = {}
+        if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
+            mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
+        self.actor.eval()  # training_step puts it back
+        self._ratio_forward_timers.append(timer := Timer())
+        with timer:
+            found = self.actor(
+                experience.sequences,
+                experience.action_mask,
+                experience.attention_mask,
+                routed_experts=experience.routed_experts,
+                **mm_inputs,
+            )
+        return found["action_log_probs"]
+
+
+class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modified_class):
+    """Molt's actor of one rank with `BapoPolicyTrainer`; its checkpoints have the state of the rule."""
+
+    def init_model_from_pretrained(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        """Build model and trainer; the rule goes on from the checkpoint that Molt loads."""
+        policy_actor.PolicyTrainer, policy_actor.DataLoader = BapoPolicyTrainer, UpdateWindowLoader
+        super().init_model_from_pretrained(strategy, *args, **kwargs)
+        saved, rule = os.path.join(strategy.args.ckpt.path, "_actor"), self.trainer.actor_loss_fn.rule
+        if strategy.args.ckpt.load_enable and (loaded := strategy.checkpoint._resolve_ckpt_load_dir(saved)):
+            load_rule(rule, _saved_rule(loaded))
+
+    def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
+        """Write the rule's state, and Molt's checkpoint around it."""
+        if self.strategy.is_rank_0():
+            save_rule(self.trainer.actor_loss_fn.rule, _saved_rule(self.strategy.args.ckpt.path, "_actor", tag))
+        super().save_checkpoint(tag, *args, **kwargs)
+
+
+def _saved_rule(*checkpoint: str) -> Path:
+    return Path(*checkpoint, "clip_rule")
+
+
+def resolve_flags(values: dict) -> None:
+    """Check Molt's flags against ours, and fill in what the ratio against the engine's log-probs needs, in place.
+
+    Args:
+        values: flags by name, with dots. Without `--policy_loss` nothing is changed.
+
+    Raises:
+        FlagError: at the first mistake.
+    """
+    policy_loss = values["policy_loss"]
+    if policy_loss is None:
+        resolve_loss_flags(values, "molt")
+        return
+    resolve_loss_flags(values, policy_loss)
+    for name, allowed in {
+        "actor.loss_mode": ("ppo",),
+        "actor.loss_agg_mode": tuple(MEAN_OVER),
+        "algo.advantage.is_correction_level": ("off",),
+        "algo.advantage.score_centering_top_k": (0,),
+    }.items():
+        if values[name] not in allowed:
+            raise FlagError(
+                f"--{name} {values[name]}: allowed with --policy_loss {policy_loss}: {', '.join(map(str, allowed))}"
+            )
+    correction = {"level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.0, math.inf]}
+    values |= {f"algo.advantage.is_correction_{name}": value for name, value in correction.items()}
+
+
+def main() -> None:
+    """Run `molt.cli.train_rl_ray`, whose parser then has our flags too."""
+    upstream = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        argparse.ArgumentParser.parse_args = upstream
+        add_loss_flags(parser, ("ppo",), "Molt's own loss and ratio")
+        args = upstream(parser)
+        try:
+            resolve_flags(vars(args))
+        except FlagError as error:
+            exit_with_one_line(str(error))
+        if args.policy_loss is not None:
+            policy_actor.PolicyModelActor = ray.remote(num_gpus=1)(BapoPolicyModelActor)
+        return args
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[assignment]
+    runpy.run_module("molt.cli.train_rl_ray", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    from openrlhf_bapo import molt  # whose classes Ray's workers find by name, unlike those of __main__
+
+    molt.main()

@@ -1,0 +1,348 @@
+"""BAPO in Molt, on its real trainer and FSDP2 on the CPU; run by test_molt.py in Molt's environment."""
+
+import copy
+import os
+import re
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
+
+import pipeline
+import presets
+import pytest
+import ray
+import torch
+from molt.models import PolicyLoss
+from molt.trainer import vllm  # noqa: F401  # which the command would import in every case
+from molt.trainer.algorithm.experience import Experience
+from molt.trainer.workers import policy_actor
+from molt.utils import get_strategy
+from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: F401  # likewise in every forked process
+from ranks import on_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM
+
+import openrlhf_bapo.molt
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.core.clip_bounds import tally_contributions
+from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
+from openrlhf_bapo.core.other_rules import as_clip_rule
+from openrlhf_bapo.molt import BapoPolicyLoss, BapoPolicyModelActor
+
+NUM_SAMPLES, NUM_ROLLOUTS, NUM_STEPS = 16, 2, 2  # steps per rollout
+PROMPT, RESPONSE = 6, 10
+SEARCH = ["--bapo.contribution", "gradient", "--bapo.positive_contribution_target", "0.35"]
+CONFIG = ClipConfig(contribution="gradient", positive_contribution_target=0.35)
+
+
+def flags(directory) -> list[str]:
+    """Molt's flags for the tiny model."""
+    given = {
+        "actor.model_name_or_path": directory / "model",
+        "actor.num_gpus_per_node": 1,
+        "actor.adam.lr": 5e-3,
+        "actor.lr_warmup_ratio": 0,
+        "actor.gradient_checkpoint": "none",
+        "fsdp.attn_implementation": "sdpa",
+        "data.prompt_dataset": directory / "train.jsonl",
+        "train.agent_path": directory / "agent.py",
+        "train.batch_size": NUM_SAMPLES // NUM_STEPS,
+        "train.micro_batch_size": 2,
+        "rollout.batch_size": NUM_SAMPLES,
+        "vllm.num_engines": 1,
+        "vllm.sync_backend": "gloo",
+        "ckpt.path": directory / "checkpoints",
+    }
+    return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+
+
+class Parsed(Exception):
+    """Ends Molt's command when it has parsed its flags."""
+
+
+def parse(argv: list[str]):
+    """Return Molt's arguments, as its command makes them of the flags."""
+
+    def stop(args):
+        raise Parsed(args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["molt", *argv])
+        patch.setattr(ray, "init", lambda **_: None)
+        patch.setattr(ray, "is_initialized", lambda: True)
+        patch.setattr("molt.utils.get_strategy", stop)
+        patch.setattr(policy_actor, "PolicyModelActor", policy_actor.PolicyModelActor)  # is put back
+        with pytest.raises(Parsed) as parsed:
+            openrlhf_bapo.molt.main()
+    return parsed.value.args[0]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("molt"))
+
+
+@pytest.fixture(scope="module")
+def samples(directory) -> list[dict[str, torch.Tensor]]:
+    """Responses of 1 to 10 tokens, whose engine was close to the model; each tensor without padding."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(NUM_SAMPLES):
+        length = int(torch.randint(1, RESPONSE + 1, (1,), generator=generator))
+        sequence = torch.randint(3, 16, (1, PROMPT + length), generator=generator)
+        mask = torch.arange(PROMPT + length - 1)[None] >= PROMPT - 1
+        advantages = torch.randn(1, 1, generator=generator) * mask
+        noise = 0.4 * torch.randn(mask.shape, generator=generator) * mask
+        found.append(dict(sequences=sequence, mask=mask, advantages=advantages, noise=noise))
+    start = load(directory)
+    for sample in found:
+        sample["rollout_log_probs"] = log_probs(start, sample) + sample.pop("noise")
+    return found
+
+
+def load(directory, weights: dict | None = None):
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+@torch.no_grad()
+def log_probs(model, sample) -> torch.Tensor:
+    """Return the log-probs of a sample's tokens by transformers alone, [1, tokens]; 0 for the prompt's."""
+    found = model(sample["sequences"]).logits[:, :-1].log_softmax(-1)
+    return found.gather(2, sample["sequences"][:, 1:, None])[..., 0] * sample["mask"]
+
+
+def tokens_of(directory, samples, weights) -> tuple[torch.Tensor, ...]:
+    """Ratio, advantages and mask of samples under a policy, [tokens]."""
+    model = load(directory, weights)
+    parts = [((log_probs(model, x) - x["rollout_log_probs"]).exp(), x["advantages"], x["mask"].long()) for x in samples]
+    return tuple(torch.cat([part[0] for part in column]) for column in zip(*parts, strict=True))
+
+
+def experience(index, sample, action_log_probs) -> Experience:
+    """What Molt's generator and experience maker make of a sample; its reward is its index."""
+    lengths = sample["mask"].sum(1)
+    return Experience(
+        sequences=sample["sequences"],
+        attention_mask=torch.ones_like(sample["sequences"]),
+        action_mask=sample["mask"],
+        action_log_probs=action_log_probs,
+        rollout_log_probs=sample["rollout_log_probs"].clone(),
+        advantages=sample["advantages"].clone(),
+        rewards=torch.tensor([float(index)]),
+        response_length=lengths.float(),
+        total_length=torch.tensor([float(sample["sequences"].size(1))]),
+        index=[0],
+    )
+
+
+def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, save=False):
+    """Train on the samples again and again: for each optimizer step (weights before it, indices of its samples).
+
+    Returns these, the status of each rollout, the number of forward passes, and the last weights.
+    """
+    torch.use_deterministic_algorithms(True)
+    args = copy.deepcopy(args)
+    args.fsdp.param_dtype = "fp32"
+    strategy = get_strategy(args)
+    setup = strategy.setup_distributed
+
+    def setup_in_fp32():
+        setup()
+        strategy.distributed_config.mp_policy = MixedPrecisionPolicy(torch.float32, torch.float32)
+
+    strategy.setup_distributed = setup_in_fp32
+    world_size = torch.distributed.get_world_size()
+    actor = BapoPolicyModelActor(world_size, rank, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+    actor.init_model_from_pretrained(strategy, str(directory / "model"), max_steps=1000)
+    trainer, steps, statuses, num_forwards = actor.trainer, [], [], []
+    actor.actor.register_forward_hook(lambda *_: num_forwards.append(1))
+    collate = trainer.replay_buffer.collate_fn
+
+    def weights():
+        state = actor.actor.model.state_dict()
+        return {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in state.items()}
+
+    def noted(batch):
+        seen.append([int(item.rewards) for item in batch])
+        return collate(batch)
+
+    trainer.replay_buffer.collate_fn = noted
+    step = trainer.strategy.optimizer_step
+
+    def optimizer_step(*given, **kwargs):
+        steps.append((before[-1], seen.copy()))
+        seen.clear()
+        step(*given, **kwargs)
+        before.append(weights())
+
+    trainer.strategy.optimizer_step = optimizer_step
+    seen, before = [], [weights()]
+    for number in range(first, num_rollouts):
+        here = range(rank, NUM_SAMPLES, world_size)
+        model = load(directory, before[-1])
+        for index in here:
+            actor.append(experience(index, samples[index], log_probs(model, samples[index])))
+        num_forwards.clear()
+        statuses.append(actor.fit(0.0) | {"num_forwards": len(num_forwards)})
+        if save:
+            actor.save_checkpoint(f"global_step{number + 1}", {"global_step": number + 1})
+    return steps, statuses, before[-1]
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+def test_a_rule_has_the_plain_loops_bounds_and_gradient(name):
+    rule = as_clip_rule(name)
+    loss = BapoPolicyLoss(PolicyLoss(dual_clip=rule.config.dual_clip), rule)
+    found = []
+    for update in presets.make_updates():
+        if rule.needs_tally_first and rule.config.scope == "update":
+            for part in update:
+                loss.tally(part["log_probs"], part["old_log_probs"], part["advantages"], part["mask"].bool())
+            loss.close_update()
+        for part in update:
+            given = part["log_probs"].clone().requires_grad_()
+            mask, old = part["mask"].bool(), part["old_log_probs"]
+            values = given, torch.zeros_like(given), part["advantages"], mask, old
+            loss(*values, dp_size=1, batch_num_tokens=mask.sum())[0].backward()
+            found.append((1 - loss.clip_eps_low, 1 + loss.clip_eps_high, given.grad))
+        if not rule.needs_tally_first:
+            loss.close_update()
+    presets.assert_same(found, name)
+
+
+@pytest.fixture(scope="module")
+def searched(directory, samples):
+    return on_ranks(2, train, parse([*flags(directory), "--policy_loss", "bapo", *SEARCH]), directory, samples)
+
+
+def all_tokens(directory, samples, ranks, number):
+    """The tokens of an optimizer step on all ranks, before it."""
+    chosen = [index for steps, *_ in ranks for micro_batch in steps[number][1] for index in micro_batch]
+    assert len(chosen) == len(set(chosen)) == NUM_SAMPLES // NUM_STEPS
+    return tokens_of(directory, [samples[index] for index in chosen], ranks[0][0][number][0])
+
+
+def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step_on_all_ranks(directory, samples, searched):
+    for rollout in range(NUM_ROLLOUTS):
+        expected = [
+            find_clip_bounds(*all_tokens(directory, samples, searched, NUM_STEPS * rollout + step), CONFIG)
+            for step in range(NUM_STEPS)
+        ]
+        for _, statuses, _ in searched:
+            for name, field in dict(clip_low="lower", clip_high="upper", initial_share="initial_share").items():
+                mean = sum(getattr(bounds, field).item() for bounds in expected) / NUM_STEPS
+                assert statuses[rollout][f"bapo/{name}"] == pytest.approx(mean, abs=1e-5)
+            # The first step of a rollout is searched on the log-probs that Molt has computed.
+            num_micro_batches = NUM_SAMPLES // 2 // 2
+            assert statuses[rollout]["num_forwards"] == num_micro_batches + num_micro_batches // NUM_STEPS
+
+
+def test_with_one_micro_batch_per_step_no_forward_is_made_for_the_rule(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--train.micro_batch_size", "4"])
+    for _, statuses, _ in on_ranks(2, train, args, directory, samples):
+        assert [each["num_forwards"] for each in statuses] == [NUM_STEPS] * NUM_ROLLOUTS
+
+
+def assert_follows(steady, directory, samples, ranks) -> None:
+    """Whether the logged bounds of a run are those of a rule that follows its optimizer steps."""
+    for rollout, status in enumerate(ranks[0][1]):
+        used = []
+        for step in range(NUM_STEPS):
+            used.append((steady.lower.item(), steady.upper.item()))
+            steady.follow(
+                tally_contributions(*all_tokens(directory, samples, ranks, NUM_STEPS * rollout + step), CONFIG)
+            )
+        lower, upper = (sum(column) / NUM_STEPS for column in zip(*used, strict=True))
+        assert status["bapo/clip_low"] == pytest.approx(lower, abs=1e-6)
+        assert status["bapo/clip_high"] == pytest.approx(upper, abs=1e-6)
+
+
+def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2"])
+    ranks = on_ranks(2, train, args, directory, samples)
+    assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, ranks)
+    assert [each["num_forwards"] for each in ranks[0][1]] == [NUM_SAMPLES // 2 // 2] * NUM_ROLLOUTS
+
+
+def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(directory, samples, tmp_path):
+    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
+    steady = SteadyBounds(CONFIG, SmoothingConfig(2.0))
+    started = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+    resumed = on_ranks(2, train, parse([*ours, "--ckpt.load_enable"]), directory, samples, first=1)
+    assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in started[0][2].items())
+    assert_follows(steady, directory, samples, started)
+    assert_follows(steady, directory, samples, resumed)
+
+
+def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--train.force_on_policy"])
+    ranks = on_ranks(2, train, args, directory, samples, num_rollouts=1)
+    (weights, _), *others = ranks[0][0]
+    assert not others
+    expected = find_clip_bounds(*tokens_of(directory, samples, weights), CONFIG)
+    assert ranks[0][1][0]["bapo/clip_high"] == pytest.approx(expected.upper.item(), abs=1e-9)
+
+
+def test_the_share_is_one_of_the_objective(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--actor.loss_agg_mode", "seq-mean-token-mean"])
+    args.train.force_on_policy = True
+    ((steps, statuses, _),) = on_ranks(1, train, args, directory, samples, num_rollouts=1)
+    ratio, advantages, mask = tokens_of(directory, samples, steps[0][0])
+    lengths = torch.cat([sample["mask"].sum().expand(sample["mask"].size(1)) for sample in samples])
+    expected = find_clip_bounds(ratio, advantages, mask / lengths, CONFIG)
+    assert statuses[0]["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-5)
+
+
+def test_ppo_is_molts_loss_against_the_engines_log_probs(directory):
+    (update, *_), mean = presets.make_updates()[0], dict(dp_size=1)
+    rule = FixedBounds(0.8, 1.3)
+    values = update["advantages"], update["mask"].bool(), update["old_log_probs"]
+    found = []
+    for loss, denominators in (
+        (BapoPolicyLoss(PolicyLoss(), rule), torch.zeros(8, 12)),
+        (PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.3), update["old_log_probs"]),
+    ):
+        given = update["log_probs"].clone().requires_grad_()
+        loss(given, denominators, *values, **mean)[0].backward()
+        found.append(given.grad)
+    assert found[0].abs().sum() > 0 and torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--policy_loss bapo --actor.loss_mode gspo", "--actor.loss_mode gspo: .* --policy_loss bapo: ppo"),
+        (
+            "--policy_loss m2 --actor.loss_agg_mode prompt-mean-token-mean",
+            "prompt-mean.*: token-mean, seq",
+        ),
+        (
+            "--policy_loss topr --algo.advantage.is_correction_level seq",
+            "is_correction_level seq: .*off",
+        ),
+        ("--policy_loss bapo --algo.advantage.score_centering_top_k 8", "score_centering_top_k 8: .*: 0"),
+        ("--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3", "--actor.eps_clip_low_high: not allowed"),
+        ("--policy_loss bapo --bapo.ratio_lower_max 1.2", "--bapo.ratio_lower_max 1.2 .*<= 1"),
+        ("--bapo.preset paper", "--bapo.preset paper: allowed only with --policy_loss bapo"),
+        ("--policy_loss balanced --m2.budget 0.1", "--m2.budget 0.1: allowed only with --policy_loss m2"),
+    ],
+)
+def test_a_mistake_is_one_line_with_flag_value_and_what_is_allowed(directory, argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse([*flags(directory), *argv.split()])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+def test_without_a_policy_loss_of_ours_molt_is_as_it_was(directory):
+    args = parse(flags(directory))
+    assert args.policy_loss is None and args.algo.advantage.is_correction_level == "off"
+    assert policy_actor.PolicyTrainer.__module__ == policy_actor.__name__
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(["--noconftest", "-q", "-rA", "-p", "no:cacheprovider", __file__, *sys.argv[1:]]))
