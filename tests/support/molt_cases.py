@@ -26,7 +26,8 @@ import openrlhf_bapo.molt
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.clip_bounds import tally_contributions
 from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
+from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import as_clip_rule
 from openrlhf_bapo.molt import BapoPolicyLoss, BapoPolicyModelActor
 
@@ -282,8 +283,25 @@ def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
     ranks = on_ranks(2, train, args, directory, samples, num_rollouts=1)
     (weights, _), *others = ranks[0][0]
     assert not others
-    expected = find_clip_bounds(*tokens_of(directory, samples, weights), CONFIG)
-    assert ranks[0][1][0]["bapo/clip_high"] == pytest.approx(expected.upper.item(), abs=1e-9)
+    ratio, advantages, mask = tokens_of(directory, samples, weights)
+    expected = find_clip_bounds(ratio, advantages, mask, CONFIG)
+    status = ranks[0][1][0]
+    assert status["bapo/clip_high"] == pytest.approx(expected.upper.item(), abs=1e-9)
+
+    rule, behavior = EntropyRule(), torch.cat([x["rollout_log_probs"][0] for x in samples])
+    tokens = Tokens(behavior + ratio.log(), behavior, advantages, mask)
+    rule.tally(FixedBounds(expected.lower.item(), expected.upper.item()), tokens, dual_clip=None)
+    rule.close_update()
+    ratio, advantages = ratio[mask > 0], advantages[mask > 0]
+    logged = rule.take_metrics() | {
+        "offpolicy/ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "offpolicy/ratio_mean": ratio.mean(),
+        "offpolicy/ratio_max": ratio.max(),
+        "offpolicy/clip_frac_positive": (ratio[advantages > 0] > expected.upper).float().mean(),
+        "offpolicy/clip_frac_negative": (ratio[advantages < 0] < expected.lower).float().mean(),
+    }
+    ours = {name: status[name] for name in status if name.startswith(("entropy/", "offpolicy/"))}
+    assert ours == {name: pytest.approx(float(value), abs=1e-5) for name, value in logged.items()}
 
 
 def test_the_share_is_one_of_the_objective(directory, samples):
@@ -311,6 +329,25 @@ def test_ppo_is_molts_loss_against_the_engines_log_probs(directory):
     assert found[0].abs().sum() > 0 and torch.equal(*found)
 
 
+def test_both_kls_are_against_the_engine_and_a_token_that_is_not_finite_does_not_count():
+    loss = BapoPolicyLoss(PolicyLoss(), as_clip_rule("paper"))
+    (update, *_) = presets.make_updates()[0]
+    mask, engines, log_probs = update["mask"].bool(), update["old_log_probs"], update["log_probs"]
+    old = log_probs - 0.1
+    *_, policy_kl, vllm_kl, _ = loss(log_probs, old, update["advantages"], mask, engines)
+    assert policy_kl.item() == pytest.approx((engines - log_probs)[mask].mean().item(), abs=1e-6)
+    assert vllm_kl.item() == pytest.approx((engines - old)[mask].mean().item(), abs=1e-6)
+
+    engines = engines.clone()
+    engines[0, 0] = torch.nan
+    loss(log_probs, old, update["advantages"], mask, engines)
+    mask = mask.clone()
+    mask[0, 0] = False
+    ratio = (log_probs - update["old_log_probs"]).exp()
+    expected = find_clip_bounds(ratio, update["advantages"], mask.long(), ClipConfig.preset("paper"))
+    assert loss.updates[1].used.initial_share.item() == pytest.approx(expected.initial_share.item(), abs=1e-9)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -336,6 +373,17 @@ def test_a_mistake_is_one_line_with_flag_value_and_what_is_allowed(directory, ar
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and error.count("\n") == 1
     assert re.search(message, error), error
+
+
+def test_the_engines_are_asked_for_log_probs_and_the_correction_keeps_every_token(directory):
+    given = parse([*flags(directory), "--policy_loss", "bapo"]).algo.advantage
+    assert (given.is_correction_level, given.is_correction_mode, given.is_correction_gating) == (
+        "token",
+        "mask",
+        "ratio",
+    )
+    lowest, highest = given.is_correction_threshold
+    assert lowest <= 1 <= highest
 
 
 def test_without_a_policy_loss_of_ours_molt_is_as_it_was(directory):
