@@ -1,6 +1,7 @@
 """BAPO in Molt, on its real trainer and FSDP2 on the CPU; run by test_molt.py in Molt's environment."""
 
 import copy
+import inspect
 import os
 import re
 import sys
@@ -12,7 +13,9 @@ import presets
 import pytest
 import ray
 import torch
+from molt.cli import train_rl_ray
 from molt.models import PolicyLoss
+from molt.models.loss import ppo_policy_loss
 from molt.trainer import vllm  # noqa: F401  # which the command would import in every case
 from molt.trainer.algorithm.experience import Experience
 from molt.trainer.workers import policy_actor
@@ -384,6 +387,25 @@ def test_the_engines_are_asked_for_log_probs_and_the_correction_keeps_every_toke
     )
     lowest, highest = given.is_correction_threshold
     assert lowest <= 1 <= highest
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        (policy_actor.PolicyTrainer.policy_train, "dataloader = DataLoader("),
+        (policy_actor.PolicyTrainer.policy_train, "window_end = len(window) == accum_steps"),
+        (policy_actor.PolicyTrainer.policy_train, "is_optimizer_step = idx == len(window) - 1"),
+        (policy_actor.PolicyTrainer.training_step, "rollout_log_probs=rollout_log_probs,"),
+        (BapoPolicyModelActor.__mro__[2].init_model_from_pretrained, "self.trainer = PolicyTrainer("),
+        (BapoPolicyModelActor.__mro__[2].init_model_from_pretrained, 'os.path.join(args.ckpt.path, "_actor")'),
+        (PolicyLoss.forward, "clip_eps_low=self.clip_eps_low,"),
+        (ppo_policy_loss, "ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)"),
+        (train_rl_ray.train, "from molt.trainer.workers.policy_actor import PolicyModelActor"),
+        (train_rl_ray.train, 'if args.algo.advantage.is_correction_level != "off"'),
+    ],
+)
+def test_molt_has_the_lines_that_ours_rest_on(where, line):
+    assert line in inspect.getsource(where)
 
 
 def test_without_a_policy_loss_of_ours_molt_is_as_it_was(directory):
