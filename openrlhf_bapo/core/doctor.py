@@ -89,13 +89,6 @@ CHECKS = (
         remedy=LOWER_RATE,
     ),
     Check(
-        "rollout/reward_std",
-        "all rewards are equal, so that nothing can be learned from them",
-        wrong=1e-6,
-        is_above=False,
-        remedy="read some responses and the log of the reward; prompts that are neither too hard nor too easy",
-    ),
-    Check(
         "entropy_loss",
         "entropy has fallen to {value:.0%} of its start",
         to_start,
@@ -112,6 +105,13 @@ CHECKS = (
         wrong=1.3,
         watch=1.15,
         remedy=LOWER_RATE,
+    ),
+    Check(
+        "rollout/reward_std",
+        "all rewards are equal, so that nothing can be learned from them",
+        wrong=1e-6,
+        is_above=False,
+        remedy="read some responses and the log of the reward; prompts that are neither too hard nor too easy",
     ),
     Check(
         "offpolicy/ess",
@@ -206,8 +206,9 @@ def _unread(scalars: Scalars) -> Finding | None:
 
 def _waits_for_ranks(scalars: Scalars) -> Finding | None:
     """Find a search that takes a visible part of training, because it waits for other ranks."""
-    search, training = _sums(scalars, "timing/bapo_search", "timing/ppo_train")
-    if search <= 0.1 * training:
+    search, *phases = _sums(scalars, "timing/bapo_search", "timing/ppo_train", "timing/policy_train")
+    training = sum(phases)  # as OpenRLHF or Molt names it
+    if not training or search <= 0.1 * training:
         return None
     text = f"the search takes {search / training:.0%} of the training phase"
     return Finding(

@@ -110,6 +110,10 @@ def test_replayed_groups_that_expire_unread_and_a_search_that_waits_are_found():
     assert found.text == "800 groups expired in the pool, and 320 were replayed" and not found.is_wrong
     (found,) = diagnose(run_of(timing__bapo_search=[0.2] * 40))
     assert found.text == "the search takes 20% of the training phase"
+    run = run_of(timing__bapo_search=[0.2] * 40)
+    run["timing/policy_train"] = run.pop("timing/ppo_train")  # as Molt names it
+    assert diagnose(run) == [found]
+    assert diagnose({name: run[name] for name in run if name != "timing/policy_train"}) == []
 
 
 def write(folder, scalars) -> None:

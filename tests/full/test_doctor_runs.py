@@ -1,0 +1,43 @@
+"""The doctor on real runs with a planted fault, and on one without."""
+
+import json
+
+import pipeline
+import pytest
+
+from openrlhf_bapo.cli import doctor
+
+CONSTANT_REWARD = """
+import torch
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    rewards = torch.full((len(queries),), 0.5)
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+"""
+BAPO = dict(policy_loss="bapo", actor__adam__lr=3e-4)
+SMALL_POOL = BAPO | dict(replay__ratio=0.25, replay__max_staleness=1, train__batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reward", "is_wrong", "metric"),
+    [
+        (BAPO, None, False, None),
+        (BAPO | dict(actor__adam__lr=0.03), None, True, "entropy_loss"),
+        (BAPO, CONSTANT_REWARD, True, "rollout/reward_std"),
+        (SMALL_POOL, None, False, "replay/groups_expired"),
+    ],
+    ids=["no fault", "too high a learning rate", "a constant reward", "groups that expire unread"],
+)
+def test_the_doctor_names_the_fault_of_a_run(flags, reward, is_wrong, metric, tmp_path, capsys):
+    directory = pipeline.make_model(tmp_path)
+    if reward is not None:
+        (directory / "reward.py").write_text(reward)
+    pipeline.train(directory, pipeline.flags(directory, data__max_samples=48, train__num_episodes=4, **flags), "run")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        doctor.main([str(directory / "tensorboard"), "--json"])
+    (findings,) = json.loads(capsys.readouterr().out).values()
+    assert bool(end.value.code) == any(finding["is_wrong"] for finding in findings) == is_wrong
+    named = [finding["metric"] for finding in findings]
+    assert metric is None or metric in (named[:1] if is_wrong else named), findings
