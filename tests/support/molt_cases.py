@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import os
 import re
 import sys
@@ -199,7 +200,8 @@ def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, sa
 @pytest.mark.parametrize("name", presets.NAMES)
 def test_a_rule_has_the_plain_loops_bounds_and_gradient(name):
     rule = as_clip_rule(name)
-    loss = BapoPolicyLoss(PolicyLoss(dual_clip=rule.config.dual_clip), rule)
+    correction = dict(is_correction_level="token", is_correction_threshold=[0.0, math.inf])  # as the command sets it
+    loss = BapoPolicyLoss(PolicyLoss(dual_clip=rule.config.dual_clip, **correction), rule)
     found = []
     for update in presets.make_updates():
         if rule.needs_tally_first and rule.config.scope == "update":
@@ -231,14 +233,14 @@ def all_tokens(directory, samples, ranks, number):
 
 def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step_on_all_ranks(directory, samples, searched):
     for rollout in range(NUM_ROLLOUTS):
-        expected = [
-            find_clip_bounds(*all_tokens(directory, samples, searched, NUM_STEPS * rollout + step), CONFIG)
-            for step in range(NUM_STEPS)
-        ]
+        steps = [all_tokens(directory, samples, searched, NUM_STEPS * rollout + step) for step in range(NUM_STEPS)]
+        expected = [find_clip_bounds(*tokens, CONFIG) for tokens in steps]
+        ratios = torch.cat([ratio[mask > 0] for ratio, _, mask in steps])
         for _, statuses, _ in searched:
             for name, field in dict(clip_low="lower", clip_high="upper", initial_share="initial_share").items():
                 mean = sum(getattr(bounds, field).item() for bounds in expected) / NUM_STEPS
                 assert statuses[rollout][f"bapo/{name}"] == pytest.approx(mean, abs=1e-5)
+            assert statuses[rollout]["offpolicy/ratio_mean"] == pytest.approx(ratios.mean().item(), abs=1e-4)
             # The first step of a rollout is searched on the log-probs that Molt has computed.
             num_micro_batches = NUM_SAMPLES // 2 // 2
             assert statuses[rollout]["num_forwards"] == num_micro_batches + num_micro_batches // NUM_STEPS
@@ -315,6 +317,13 @@ def test_the_share_is_one_of_the_objective(directory, samples):
     lengths = torch.cat([sample["mask"].sum().expand(sample["mask"].size(1)) for sample in samples])
     expected = find_clip_bounds(ratio, advantages, mask / lengths, CONFIG)
     assert statuses[0]["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-5)
+
+
+def test_ppos_bounds_are_molts_own(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "ppo", "--actor.eps_clip_low_high", "0.1", "0.3"])
+    ((_, statuses, _),) = on_ranks(1, train, args, directory, samples, num_rollouts=1)
+    assert statuses[0]["bapo/clip_low"] == pytest.approx(0.9) and statuses[0]["bapo/clip_high"] == pytest.approx(1.3)
+    assert "timing/bapo_search" not in statuses[0]
 
 
 def test_ppo_is_molts_loss_against_the_engines_log_probs(directory):
