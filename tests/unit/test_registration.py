@@ -23,7 +23,7 @@ ours = (
     ppo_actor.ActorPPOTrainer, ppo_actor.DataLoader, experience.Experience, ppo_trainer.RemoteExperienceMaker,
     ppo_trainer.SamplesGenerator, ppo_trainer_async.SamplesGenerator, launcher.BaseDistributedActor._get_free_port,
 )
-assert all(part.__module__.startswith("openrlhf_bapo.openrlhf.") for part in ours), ours
+assert all(part.__module__.startswith("openrlhf_bapo.") for part in ours), ours
 wrapped = (
     ppo_actor.ActorPPOTrainer.ppo_train, ppo_critic.CriticPPOTrainer.ppo_train,
     deepspeed.DeepspeedStrategy.get_ds_train_config,
