@@ -23,7 +23,7 @@ SMALL_POOL = BAPO | dict(replay__ratio=0.25, replay__max_staleness=1, train__bat
     ("flags", "reward", "is_wrong", "metric"),
     [
         (BAPO, None, False, None),
-        (BAPO | dict(actor__adam__lr=0.03), None, True, "entropy_loss"),
+        (BAPO | dict(actor__adam__lr=1.0), None, True, "entropy_loss"),  # two updates, and every token is certain
         (BAPO, CONSTANT_REWARD, True, "rollout/reward_std"),
         (SMALL_POOL, None, False, "replay/groups_expired"),
     ],

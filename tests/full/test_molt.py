@@ -8,6 +8,7 @@ import pytest
 from openrlhf_bapo.cli import plot
 
 CPU = pipeline.python_path(pipeline.SUPPORT / "molt_cpu", pipeline.SUPPORT)
+IMPORTS = ("torch", "transformers", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 TARGET = 0.56
 AGENT = """
 from molt.agents import Env, Result
@@ -28,7 +29,7 @@ class AgentRunner(StepEnvRunner):
 @pytest.fixture(scope="module")
 def programs():
     """The directory of Molt's environment that has python in it."""
-    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts" / "setup_molt.sh")], check=True)
+    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts/setup_framework.sh"), "molt"], check=True)
     return pipeline.REPOSITORY / ".venv-molt" / "bin"
 
 
@@ -70,7 +71,8 @@ def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_th
         "vllm.num_engines": 1,
         "vllm.sync_backend": "gloo",
     }
-    command = [programs / "python", "-m", "openrlhf_bapo.molt", "--vllm.enforce_eager"]
+    python = pipeline.warm_python(programs / "python", *IMPORTS, python_path=CPU)
+    command = [python, "-m", "openrlhf_bapo.molt", "--vllm.enforce_eager"]
     command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
     with pipeline.running(command, tmp_path / "log", PYTHONPATH=CPU) as process:
         code = process.wait(2400)

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pipeline
 import presets
@@ -37,7 +38,7 @@ def tokens() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def programs():
     """The directory of verl's environment that has python in it."""
-    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts" / "setup_verl.sh")], check=True)
+    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts/setup_framework.sh"), "verl"], check=True)
     return pipeline.REPOSITORY / ".venv-verl" / "bin"
 
 
@@ -162,6 +163,9 @@ def make_verls_data(directory, data) -> None:
     )
 
 
+IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
+
+
 def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
     folder = shlex.split(DATA_COMMAND, comments=True)[-1]  # under the home directory
     make_verls_data(tmp_path, tmp_path / folder.removeprefix("~/"))
@@ -171,8 +175,9 @@ def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_tha
     settings |= {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
     in_repository = ["bash", "-c", 'cd "$0" && exec "$@"', str(pipeline.REPOSITORY)]
     command = [*in_repository, *shlex.split(TRAIN_COMMAND, comments=True)]
+    warm = Path(pipeline.warm_python(programs / "python", *IMPORTS)).parent
     environment = dict(
-        PATH=f"{programs}:{os.environ['PATH']}",
+        PATH=f"{warm}:{os.environ['PATH']}",
         PYTHONPATH=pipeline.python_path(pipeline.SUPPORT),
         VERL_USE_EXTERNAL_MODULES="verl_cpu",
         MODEL=str(tmp_path / "model"),

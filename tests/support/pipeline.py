@@ -37,13 +37,17 @@ EOS, PAD = 1, 0
 
 
 @functools.cache
-def warm_python() -> str:
-    """Return a replacement for `python` that has imported torch, DeepSpeed and vLLM: tests/support/warm_start.py."""
+def warm_python(python: str | Path = sys.executable, *modules: str, python_path: str | None = None) -> str:
+    """Return a replacement for `python` that has imported `modules`: tests/support/warm_start.py.
+
+    Without modules: torch, DeepSpeed and vLLM. `python_path` is PYTHONPATH while they are imported.
+    """
     folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
     atexit.register(shutil.rmtree, folder)
-    command = [sys.executable, SUPPORT / "warm_start.py", folder]
+    command = [python, SUPPORT / "warm_start.py", folder, *modules]
+    environment = os.environ | ({} if python_path is None else {"PYTHONPATH": python_path})
     with open(folder / "log", "w") as log:
-        template = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        template = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
     wait_until((folder / "python").exists, template, folder / "log")
     return str(folder / "python")
 

@@ -6,7 +6,7 @@ ends with its fork and with the same exit code, and the fork ends if the client 
 the client, so that Ray and multiprocessing start all further processes of a run in the same way. OpenRLHF and this
 package are not in the template: each process imports them itself, in the order of a cold start.
 
-    python warm_start.py FOLDER            runs a template; its client is FOLDER/python
+    python warm_start.py FOLDER [MODULES]  runs a template with these modules; its client is FOLDER/python
     python warm_start.py -m MODULE ...     does what `python -m MODULE ...` does, with its own template
 
 With the second form, the processes of a run descend from its command, as in a cold start.
@@ -32,10 +32,12 @@ import sys
 import tempfile
 import threading
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 MODULES = (
+    "openrlhf_bapo.openrlhf",  # first, so that its hooks act on the modules below
     "torch",
     "deepspeed",
     "transformers",
@@ -72,12 +74,10 @@ _MOST_FILES = 250  # a message over a Unix socket carries 253
 _PR_SET_PDEATHSIG = 1
 
 
-def _import_libraries() -> None:
-    import openrlhf_bapo.openrlhf  # noqa: F401  (first, so that its hooks act on the modules below)
-
+def _import_libraries(names: Sequence[str]) -> None:
     # The template must not import ray, whose library reads the environment of its process when it is loaded.
     sys.modules["ray"] = None
-    for name in MODULES:
+    for name in names:
         importlib.import_module(name)
     del sys.modules["ray"]
     gc.freeze()  # else each fork's collector looks through all of it, and so copies it
@@ -221,10 +221,11 @@ def _run(argv: list[str]) -> None:
 
 def _main(argv: list[str]) -> None:
     parent = os.getppid()
-    _import_libraries()
-    if not argv[0].startswith("-") and Path(argv[0]).is_dir():
+    if Path(argv[0]).is_dir():
+        _import_libraries(argv[1:] or MODULES)
         _end_with(parent)
         _serve(_make_client(Path(argv[0])))
+    _import_libraries(MODULES)
     folder = Path(tempfile.mkdtemp(prefix="warm-start-"))
     parent, listener = os.getpid(), _make_client(folder)
     if not os.fork():
