@@ -14,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
+import endings
 import pipeline
 import pytest
 import torch
@@ -99,9 +100,11 @@ def wait_for_end(part: str) -> None:
 
 
 def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metrics_of_its_responses(directory, capsys):
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.evaluate"]
-    # Only what the responses depend on must stay: the first part has one engine.
-    first_command, command = [*command, *flags(directory, num_engines=1)], [*command, *flags(directory)]
+    evaluate = ["-m", "openrlhf_bapo.cli.evaluate"]
+    # Only what the responses depend on must stay: the first part has one engine. It starts cold, so that the engine's
+    # processes descend from its actor.
+    first_command = [sys.executable, *evaluate, *flags(directory, num_engines=1)]
+    command = [*endings.WARM, *evaluate, *flags(directory)]
     killed, resumed = f"{directory}/killed", f"{directory}/resumed"
     responses = directory / "out" / "responses.jsonl"
 

@@ -181,13 +181,15 @@ def test_what_cannot_be_planned_is_one_line(tiny, capsys, given, changed, messag
     assert re.search(message, capsys.readouterr().err.strip().splitlines()[-1])
 
 
-def run_tiny(script: str, tiny: Path, name: str, *flags: str, **environment) -> list[dict[str, float]]:
+def run_tiny(
+    script: str, tiny: Path, name: str, *flags: str, tree: Path | None = None, **environment
+) -> list[dict[str, float]]:
     """Run a recipe with tests/support/tiny_recipe.flags over it; the metrics of its global steps."""
     directory = tiny / name
     process = pipeline.run_script(
         f"train_bapo_{script}.sh",
         *flags,
-        tree=pipeline.warm_tree(),
+        tree=tree or pipeline.warm_tree(),
         OVERRIDES="tests/support/tiny_recipe.flags",
         MODEL=tiny / "model",
         DATA=tiny / "train.jsonl",

@@ -4,11 +4,13 @@ import re
 import shutil
 from pathlib import Path
 
+import endings
 import nodes
 import partial
 import pipeline
 import pytest
 import recordings
+from test_recipes import run_tiny, tiny  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,8 @@ def recording(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(recording):
     """A cluster and its head. Each node has one pretended GPU, so that two ranks are on two nodes."""
-    with nodes.cluster(recording.parent, **recordings.environment(recording)) as found:
+    options = dict(python=endings.WARM, dashboard=True)
+    with nodes.cluster(recording.parent, options=options, **recordings.environment(recording)) as found:
         yield found
 
 
@@ -131,6 +134,26 @@ def test_async_responses_of_a_third_nodes_engine_are_trained_on_once_against_the
     policies = recordings.Policies(directory / "model", recording)
     partial.assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
     assert max(partial.num_versions(batch)) >= 2
+
+
+def test_a_recipe_that_is_submitted_from_outside_the_cluster_trains_on_both_of_its_nodes(
+    two_nodes,
+    tiny,  # noqa: F811
+):
+    cluster, _ = two_nodes
+    steps = run_tiny(
+        "async_partial",
+        tiny,
+        "submitted",
+        *("--vllm.sync_backend", "gloo", "--vllm.enforce_eager", "--data.max_samples", "16"),
+        tree=pipeline.REPOSITORY,  # whose command starts where the job runs
+        REWARD=tiny / "reward.py",
+        SUBMIT=cluster.jobs_url,
+    )
+    assert [step["rollout/num_samples"] for step in steps] == [32, 32]
+    (log,) = (tiny / "submitted").glob("train-*.log")
+    assert cluster.jobs_url in log.read_text().splitlines()[0]
+    assert are_on_two_nodes("(?:PolicyModelActor|RolloutRayActor)", log.read_text())
 
 
 def empty(folder: Path) -> None:

@@ -166,34 +166,39 @@ def make_verls_data(directory, data) -> None:
 IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
-def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
+def train(programs, directory, extra: dict[str, object]) -> tuple[str, list[dict[str, float]]]:
+    """Run the README's command for verl with small settings and `extra`; its output, and the metrics of its steps."""
     folder = shlex.split(DATA_COMMAND, comments=True)[-1]  # under the home directory
-    make_verls_data(tmp_path, tmp_path / folder.removeprefix("~/"))
-    settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": tmp_path / "reward.py"}
-    settings |= {"hydra.run.dir": tmp_path / "hydra", "trainer.default_local_dir": tmp_path / "checkpoints"}
-    search = "+actor_rollout_ref.actor.policy_loss.search"
-    settings |= {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
+    make_verls_data(directory, directory / folder.removeprefix("~/"))
+    settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": directory / "reward.py"}
+    settings |= {"hydra.run.dir": directory / "hydra", "trainer.default_local_dir": directory / "checkpoints"}
     in_repository = ["bash", "-c", 'cd "$0" && exec "$@"', str(pipeline.REPOSITORY)]
     command = [*in_repository, *shlex.split(TRAIN_COMMAND, comments=True)]
+    command += [f"{name}={value}" for name, value in (settings | extra).items()]
     warm = Path(pipeline.warm_python(programs / "python", *IMPORTS)).parent
     environment = dict(
         PATH=f"{warm}:{os.environ['PATH']}",
         PYTHONPATH=pipeline.python_path(pipeline.SUPPORT),
         VERL_USE_EXTERNAL_MODULES="verl_cpu",
-        MODEL=str(tmp_path / "model"),
-        TENSORBOARD_DIR=str(tmp_path / "tensorboard"),
-        HOME=str(tmp_path),
+        MODEL=str(directory / "model"),
+        TENSORBOARD_DIR=str(directory / "tensorboard"),
+        HOME=str(directory),
     )
-    log = tmp_path / "log"
-    command += [f"{name}={value}" for name, value in settings.items()]
+    log = directory / "log"
     with pipeline.running(command, log, **environment) as process:
         code = process.wait(1500)
     output = log.read_text()
     assert code == 0, output[-5000:]
-    assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
+    lines = re.findall(r"step:\d+ - .*", output)
+    steps = [dict(re.findall(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)\)?(?: |$)", line)) for line in lines]
+    return output, [{name: float(value) for name, value in step.items()} for step in steps]
 
-    steps = [dict(re.findall(r"(\S+?):(-?[\d.]+(?:e-?\d+)?) ", line)) for line in re.findall(r"step:\d+ - .*", output)]
-    steps = [{name: float(value) for name, value in step.items()} for step in steps]
+
+def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
+    search = "+actor_rollout_ref.actor.policy_loss.search"
+    searched = {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
+    output, steps = train(programs, tmp_path, searched)
+    assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
     assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
     for step in steps:
         assert step["training/rollout_probs_diff_mean"] < 0.01  # the engine has the weights that were trained
@@ -208,3 +213,31 @@ def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_tha
     assert scalars["train/bapo/clip_high"][1] == pytest.approx(upper, abs=1e-3)
     saved = tmp_path / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
     assert sorted(file.name for file in saved.glob("model_*.pt")) == [f"model_world_size_2_rank_{n}.pt" for n in (0, 1)]
+
+
+ASYNC_WITH_CRITIC_AND_KL = {
+    "trainer.v1.trainer_mode": "colocate_async",
+    "algorithm.rollout_correction.bypass_mode": True,  # the ratio is against the engine's log-probs
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 16,  # one optimizer step per rollout
+    "algorithm.adv_estimator": "gae",
+    "critic.strategy": "fsdp2",
+    "critic.ppo_micro_batch_size_per_gpu": 8,
+    "critic.fsdp.use_torch_compile": False,
+    "critic.model.use_remove_padding": False,
+    "+critic.model.override_config.attn_implementation": "sdpa",
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.policy_loss.preset": "steady",
+}
+
+
+def test_verls_async_trainer_with_critic_and_kl_takes_ratios_against_the_policy_that_generated(programs, tmp_path):
+    _, steps = train(programs, tmp_path, ASYNC_WITH_CRITIC_AND_KL | {"critic.model.path": tmp_path / "model"})
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
+    staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
+    assert staleness[0] == 0 < max(staleness)
+    for step, stale in zip(steps, staleness, strict=True):
+        # The only optimizer step of a fresh rollout has ratios of 1, but for what engine and actor differ by.
+        assert (step["actor/offpolicy/ess"] > 0.998) == (stale == 0)
+        assert step["critic/vf_loss"] > 0 and "actor/kl_loss" in step
+        assert 0.6 <= step["actor/bapo/clip_low"] < 1 < step["actor/bapo/clip_high"] <= 3.0

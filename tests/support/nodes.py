@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pipeline
 import pytest
@@ -90,17 +92,31 @@ class Cluster:
         network: the first three numbers of the nodes' addresses.
         folder: of the logs.
         variables: environment variables of every process of a run.
+        python: the command of Python that starts Ray on each node.
+        dashboard: whether the head takes jobs, at `jobs_url`.
     """
 
-    def __init__(self, bridge: str, network: str, folder: Path, variables: dict[str, str]) -> None:
+    def __init__(
+        self,
+        bridge: str,
+        network: str,
+        folder: Path,
+        variables: dict[str, str],
+        python: Sequence[str] = (sys.executable,),
+        dashboard: bool = False,
+    ) -> None:
         self.head_address = f"{network}.1"
         self._bridge, self._network, self._folder, self._num_nodes = bridge, network, folder, 0
+        self._python, self._dashboard = python, dashboard
+        self.jobs_url = f"http://{self.head_address}:8265"
         self._temporary = Path(tempfile.mkdtemp(prefix="ray-"))
         # gloo would take the address that belongs to the host's name, which is one of another network.
         self._variables = {
             "RAY_TMPDIR": str(self._temporary),
             "RAY_ADDRESS": f"{self.head_address}:{PORT}",
             "GLOO_SOCKET_IFNAME": "eth0",
+            # The head ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
+            "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
         } | variables
 
     @contextmanager
@@ -109,17 +125,19 @@ class Cluster:
 
         Args:
             hidden: a folder that is empty on this node.
-            **variables: environment variables of this node alone.
+            **variables: environment variables of this node alone, which starts cold.
         """
         self._num_nodes += 1
         node = Node(self._bridge, f"{self._network}.{self._num_nodes}", self._temporary, hidden)
         options = [f"--address={self.head_address}:{PORT}"]
         if node.address == self.head_address:
-            options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            options = ["--head", f"--port={PORT}"]
+            options += ["--dashboard-host=0.0.0.0"] if self._dashboard else ["--include-dashboard=false"]
         options += [f"--node-ip-address={node.address}", "--num-gpus=1", "--num-cpus=4"]
         options += ["--object-store-memory=200000000", "--disable-usage-stats"]
         ray, log = str(Path(sys.executable).parent / "ray"), self._folder / f"{node.address}.log"
-        command = node.command(ray, "start", "--block", *options)
+        python = [sys.executable] if variables else self._python
+        command = node.command(*python, ray, "start", "--block", *options)
         try:
             with pipeline.running(command, log, **self._variables | variables) as process:
                 pipeline.wait_until(lambda: "Ray runtime started" in log.read_text(), process, log)
@@ -176,16 +194,19 @@ def joined_network(place: int) -> Iterator[str]:
 
 
 @contextmanager
-def cluster(folder: Path, place: int | None = None, **variables: str) -> Iterator[tuple[Cluster, Node]]:
+def cluster(
+    folder: Path, place: int | None = None, options: Mapping[str, Any] = MappingProxyType({}), **variables: str
+) -> Iterator[tuple[Cluster, Node]]:
     """Start a cluster of one node, the head; yield the cluster and the node.
 
     Args:
         folder: of the logs.
         place: from `random_place`; None: another one for every cluster.
+        options: further arguments of `Cluster`.
         **variables: environment variables of every process of a run.
     """
     place = random_place() if place is None else place
     with joined_network(place) as bridge:
-        found = Cluster(bridge, network(place), folder, variables)
+        found = Cluster(bridge, network(place), folder, variables, **options)
         with found.joined() as head:
             yield found, head

