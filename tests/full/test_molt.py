@@ -7,23 +7,9 @@ import pytest
 
 from openrlhf_bapo.cli import plot
 
-CPU = pipeline.python_path(pipeline.SUPPORT / "molt_cpu", pipeline.SUPPORT)
+CPU = pipeline.python_path(pipeline.REPOSITORY / "examples/molt/cpu", pipeline.SUPPORT)
 IMPORTS = ("torch", "transformers", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
-TARGET = 0.56
-AGENT = """
-from molt.agents import Env, Result
-from molt.agents.base import StepEnvRunner
-
-
-class Digits(Env):
-    async def step(self, state, **kwargs):
-        return Result(reward=sum(c in "13579" for c in state["action_text"]) / 8)
-
-
-class AgentRunner(StepEnvRunner):
-    def __init__(self):
-        super().__init__(Digits)
-"""
+TARGET = 0.56  # laptop.sh's
 
 
 @pytest.fixture(scope="module")
@@ -42,45 +28,14 @@ def test_molts_cases_pass_in_its_environment(programs, tmp_path):
 
 
 def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_that_it_finds(programs, tmp_path):
-    directory = pipeline.make_model(tmp_path, num_prompts=64)
-    (directory / "agent.py").write_text(AGENT)
-    given = {
-        "policy_loss": "bapo",
-        "bapo.contribution": "gradient",
-        "bapo.positive_contribution_target": TARGET,
-        "actor.model_name_or_path": directory / "model",
-        "actor.num_gpus_per_node": 2,
-        "actor.adam.lr": 1e-3,
-        "actor.gradient_checkpoint": "none",
-        "algo.advantage.estimator": "grpo",
-        "ckpt.path": directory / "checkpoints",
-        "ckpt.output_dir": directory / "final",
-        "ckpt.save_steps": 4,
-        "data.label_key": "label",
-        "data.max_len": 64,
-        "data.prompt_dataset": directory / "train.jsonl",
-        "fsdp.attn_implementation": "sdpa",
-        "logger.tensorboard_dir": directory / "tensorboard",
-        "rollout.batch_size": 8,
-        "rollout.max_new_tokens": 8,
-        "rollout.n_samples_per_prompt": 8,
-        "rollout.num_runners": 1,
-        "train.agent_path": directory / "agent.py",
-        "train.batch_size": 32,
-        "train.micro_batch_size": 4,
-        "vllm.num_engines": 1,
-        "vllm.sync_backend": "gloo",
-    }
-    python = pipeline.warm_python(programs / "python", *IMPORTS, python_path=CPU)
-    command = [python, "-m", "openrlhf_bapo.molt", "--vllm.enforce_eager"]
-    command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-    with pipeline.running(command, tmp_path / "log", PYTHONPATH=CPU) as process:
-        code = process.wait(2400)
-    assert code == 0, (tmp_path / "log").read_text()[-20_000:]
-
+    run = pipeline.run_laptop(
+        "molt",
+        pipeline.warm_python(programs / "python", *IMPORTS, python_path=CPU),
+        tmp_path,
+        *("--ckpt.save_steps", "4"),
+    )
     scalars = {
-        name.removeprefix("train/"): values
-        for name, (_, values) in plot.read_scalars(directory / "tensorboard").items()
+        name.removeprefix("train/"): values for name, (_, values) in plot.read_scalars(run / "tensorboard").items()
     }
     rewards = scalars["reward"]
     assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.3
@@ -92,5 +47,5 @@ def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_th
         assert 0.6 <= lower <= 0.9 and 1.2 <= upper <= 3.0
         assert share >= before and (reached < 1 or share >= TARGET)
     assert max(scalars["bapo/clip_high"]) > 1.2  # and there was something to find
-    saved = directory / "checkpoints" / "_actor"
+    saved = run / "checkpoints" / "_actor"
     assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["global_step4", "global_step8"]

@@ -1,6 +1,5 @@
 """BAPO in verl, in verl's environment: its cases, a whole run, and the same tokens in OpenRLHF, TRL and verl."""
 
-import json
 import os
 import re
 import shlex
@@ -49,7 +48,9 @@ def in_verl(tokens, programs, tmp_path_factory):
     torch.save(tokens, directory / "tokens.pt")
     files = [directory / name for name in ("tokens.pt", "found.pt", "presets.pt")]
     command = [programs / "python", pipeline.SUPPORT / "verl_cases.py", *files]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    path = pipeline.python_path(pipeline.REPOSITORY / "examples/verl")
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment)
     return run, torch.load(files[1]), torch.load(files[2])
 
 
@@ -100,106 +101,47 @@ def test_a_rule_has_the_plain_loops_bounds_and_gradient_in_verl(name, in_verl):
     presets.assert_same(in_verl[2][name], name)
 
 
-ON_A_CPU = {
-    "trainer.device": "cpu",
-    "trainer.n_gpus_per_node": 2,
-    "+ray_kwargs.ray_init.num_gpus": 2,
-    "ray_kwargs.ray_init.num_cpus": 16,  # verl asks for more than the machine may have; they only count actors
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-    "actor_rollout_ref.model.use_remove_padding": False,  # needs flash attention
-    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
-    "actor_rollout_ref.rollout.enforce_eager": True,
-    "actor_rollout_ref.rollout.free_cache_engine": False,
-    "+actor_rollout_ref.rollout.enable_sleep_mode": False,
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 16,
-}
-SMALL = {
-    "trainer.total_training_steps": 4,
-    "trainer.val_before_train": False,
-    "data.train_batch_size": 16,
-    "data.max_prompt_length": 8,
-    "data.max_response_length": 8,
-    "data.dataloader_num_workers": 0,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-    "actor_rollout_ref.actor.optim.lr": 1e-3,
-    "actor_rollout_ref.rollout.max_model_len": 64,
-    "actor_rollout_ref.rollout.agent.num_workers": 1,
-    "reward.num_workers": 1,
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-}
-TARGET = 0.56
-
-
+TARGET = 0.56  # laptop.sh's
 README = (pipeline.REPOSITORY / "README.md").read_text()
 DATA_COMMAND, TRAIN_COMMAND = re.findall(
     r"^(python examples/data_preprocess.*|bash examples/verl.*)$", README, re.MULTILINE
 )
 
 
-def make_verls_data(directory, data) -> None:
-    """Our tiny model with what verl asks of a chat model's tokenizer, its prompts as verl's rows, a reward."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-
-    pipeline.make_model(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    tokenizer.add_tokens(["\n"])
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    tokenizer.save_pretrained(directory / "model")
-    rows = [
-        dict(
-            data_source="sums",
-            prompt=[dict(role="user", content=row["input"])],
-            reward_model=dict(style="rule", ground_truth=row["label"]),
-        )
-        for row in map(json.loads, (directory / "train.jsonl").read_text().splitlines())
-    ]
-    data.mkdir(parents=True)
-    for part in ("train", "test"):
-        Dataset.from_list(rows).to_parquet(data / f"{part}.parquet")
-    (directory / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-        "    return sum(c in '13579' for c in solution_str) / 8\n"
-    )
+def test_the_readmes_training_command_reads_what_its_data_command_writes(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/me"}
+    command = shlex.split(TRAIN_COMMAND, comments=True)
+    given = subprocess.run(command, cwd=pipeline.REPOSITORY, env=environment, capture_output=True, text=True)
+    folder = shlex.split(DATA_COMMAND, comments=True)[-1].replace("~", "/home/me")
+    assert f"data.train_files={folder}/train.parquet" in given.stdout.splitlines()
+    assert TRAIN_COMMAND.partition(" #")[0].rstrip() in (pipeline.REPOSITORY / "examples/verl/laptop.sh").read_text()
 
 
 IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
-def train(programs, directory, extra: dict[str, object]) -> tuple[str, list[dict[str, float]]]:
-    """Run the README's command for verl with small settings and `extra`; its output, and the metrics of its steps."""
-    folder = shlex.split(DATA_COMMAND, comments=True)[-1]  # under the home directory
-    make_verls_data(directory, directory / folder.removeprefix("~/"))
-    settings = ON_A_CPU | SMALL | {"reward.custom_reward_function.path": directory / "reward.py"}
-    settings |= {"hydra.run.dir": directory / "hydra", "trainer.default_local_dir": directory / "checkpoints"}
-    in_repository = ["bash", "-c", 'cd "$0" && exec "$@"', str(pipeline.REPOSITORY)]
-    command = [*in_repository, *shlex.split(TRAIN_COMMAND, comments=True)]
-    command += [f"{name}={value}" for name, value in (settings | extra).items()]
-    warm = Path(pipeline.warm_python(programs / "python", *IMPORTS)).parent
-    environment = dict(
-        PATH=f"{warm}:{os.environ['PATH']}",
-        PYTHONPATH=pipeline.python_path(pipeline.SUPPORT),
-        VERL_USE_EXTERNAL_MODULES="verl_cpu",
-        MODEL=str(directory / "model"),
-        TENSORBOARD_DIR=str(directory / "tensorboard"),
-        HOME=str(directory),
+def train(programs, directory, **settings) -> tuple[str, list[dict[str, float]], Path]:
+    """Run examples/verl/laptop.sh for four steps; return its output, the metrics of its steps, and its folder."""
+    run = pipeline.run_laptop(
+        "verl",
+        pipeline.warm_python(programs / "python", *IMPORTS),
+        directory,
+        "trainer.total_training_steps=4",
+        *(f"{name.replace('__', '.')}={value}" for name, value in settings.items()),
     )
-    log = directory / "log"
-    with pipeline.running(command, log, **environment) as process:
-        code = process.wait(1500)
-    output = log.read_text()
-    assert code == 0, output[-5000:]
+    output = (run / "train.log").read_text()
     lines = re.findall(r"step:\d+ - .*", output)
     steps = [dict(re.findall(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)\)?(?: |$)", line)) for line in lines]
-    return output, [{name: float(value) for name, value in step.items()} for step in steps]
-
-
-def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
-    search = "+actor_rollout_ref.actor.policy_loss.search"
-    searched = {f"{search}.contribution": "gradient", f"{search}.positive_contribution_target": TARGET}
-    output, steps = train(programs, tmp_path, searched)
-    assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
+    steps = [{name: float(value) for name, value in step.items()} for step in steps]
     assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
+    return output, steps, run
+
+
+def test_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
+    output, steps, run = train(programs, tmp_path)
+    assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
     for step in steps:
         assert step["training/rollout_probs_diff_mean"] < 0.01  # the engine has the weights that were trained
         assert 0.6 <= step["actor/bapo/clip_low"] <= 0.9 and 1.2 <= step["actor/bapo/clip_high"] <= 3.0
@@ -207,11 +149,10 @@ def test_the_readmes_run_of_verls_trainer_learns_on_two_ranks_between_bounds_tha
         assert step["actor/bapo/target_reached"] < 1 or step["actor/bapo/positive_share"] >= TARGET
     assert any(step["actor/bapo/clip_high"] > 1.2 for step in steps)  # and there was something to find
     assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.1
-    scalars = plot.read_scalars(tmp_path / "tensorboard")
-    plot.draw({"verl": [scalars]}, TARGET, tmp_path / "curves.png")
+    scalars = plot.read_scalars(run / "tensorboard")
     upper = [step["actor/bapo/clip_high"] for step in steps]
     assert scalars["train/bapo/clip_high"][1] == pytest.approx(upper, abs=1e-3)
-    saved = tmp_path / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
+    saved = run / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
     assert sorted(file.name for file in saved.glob("model_*.pt")) == [f"model_world_size_2_rank_{n}.pt" for n in (0, 1)]
 
 
@@ -224,16 +165,15 @@ ASYNC_WITH_CRITIC_AND_KL = {
     "critic.strategy": "fsdp2",
     "critic.ppo_micro_batch_size_per_gpu": 8,
     "critic.fsdp.use_torch_compile": False,
+    "critic.model.path": "${actor_rollout_ref.model.path}",
     "critic.model.use_remove_padding": False,
-    "+critic.model.override_config.attn_implementation": "sdpa",
     "actor_rollout_ref.actor.use_kl_loss": True,
     "actor_rollout_ref.actor.policy_loss.preset": "steady",
 }
 
 
 def test_verls_async_trainer_with_critic_and_kl_takes_ratios_against_the_policy_that_generated(programs, tmp_path):
-    _, steps = train(programs, tmp_path, ASYNC_WITH_CRITIC_AND_KL | {"critic.model.path": tmp_path / "model"})
-    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
+    _, steps, _ = train(programs, tmp_path, **ASYNC_WITH_CRITIC_AND_KL)
     staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
     assert staleness[0] == 0 < max(staleness)
     for step, stale in zip(steps, staleness, strict=True):

@@ -447,6 +447,23 @@ def run_script(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def run_laptop(framework: str, python: str, directory: Path, *arguments: str) -> Path:
+    """Run examples/FRAMEWORK/laptop.sh with another `python`; return the folder of the run, with its picture."""
+    programs = directory / "venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(python)
+    command = ["bash", str(REPOSITORY / "examples" / framework / "laptop.sh"), *arguments]
+    shown = directory / "shown"
+    with running(command, shown, RUNS=str(directory), VENV=str(directory / "venv")) as process:
+        code = process.wait(2400)
+    lines = shown.read_text().splitlines()
+    assert code == 0, "\n".join(lines[-100:])
+    picture = Path(lines[-1])
+    assert picture.name == "curves.png" and picture.stat().st_size > 10_000
+    assert re.fullmatch(r"step \d+: mean reward 0\.\d+", lines[-2]), lines
+    return picture.parent
+
+
 def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> str:
     """Run a training command to its end, and return its output."""
     log = directory / f"{name}.log"
