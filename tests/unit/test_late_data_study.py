@@ -501,7 +501,8 @@ def test_the_figure_has_a_line_per_method_and_a_panel_per_setting_with_several_l
     rewards = {"8-lr0.0001-ppo-seed0": 0.5, "8-lr0.0001-ppo-seed1": 0.7, "8-lr5e-05-ppo-seed0": 0.8}
     rewards |= {"8-lr5e-05-gradient-seed0": 0.9, "1-lr0.0001-ppo-seed0": 0.1}
     found = {f"walk-lag8-updates{name}": {column: [value] for column in COLUMNS} for name, value in rewards.items()}
-    (panel,) = study.draw(cells, found, ["gradient", "ppo"], tmp_path / "study.png").axes
+    (panel,) = study.draw(cells, found, ["gradient", "ppo=PPO"], tmp_path / "study.png").axes
+    assert [container.get_label() for container in panel.containers] == ["gradient", "PPO"]
     lines = [container.lines for container in panel.containers]
     assert [line.get_xydata().tolist() for line, *_ in lines] == [[[5e-5, 0.9]], [[5e-5, 0.8], [1e-4, 0.6]]]
     (at_5e5, at_1e4) = lines[1][2][0].get_segments()

