@@ -91,12 +91,14 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
         denominators = rollout_log_probs
         if weights is not None:  # at ratio 1 the surrogate of advantages w A has the gradient of w A log pi
-            denominators, advantages = log_probs.detach(), weights * advantages
+            denominators, advantages = log_probs.detach(), weights * tokens.advantages
         loss, reported, clip_ratio, *_, filtered = super().forward(
             log_probs, denominators, advantages, action_mask, denominators, **batch_info
         )
-        policy_kl = masked_mean(rollout_log_probs - log_probs.detach(), action_mask, dim=None)
-        vllm_kl = masked_mean(rollout_log_probs - old_log_probs, action_mask, dim=None)
+        policy_kl, vllm_kl = (
+            masked_mean((rollout_log_probs - other).nan_to_num(0.0, 0.0, 0.0), action_mask, dim=None)
+            for other in (log_probs.detach(), old_log_probs)
+        )
         return loss, reported, clip_ratio, policy_kl, vllm_kl, filtered
 
     def take_metrics(self) -> dict[str, float]:
@@ -194,6 +196,8 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
             if not is_first or log_probs is None:
                 log_probs = self._action_log_probs(experience)
             loss.tally(log_probs, experience.rollout_log_probs, experience.advantages, experience.action_mask)
+            if self.args.train.force_on_policy and self.replay_buffer.cpu_offload:  # the window is the whole rollout
+                experience.to_device(torch.device("cpu"))
         loss.close_update()
 
     def _action_log_probs(self, experience: Experience) -> torch.Tensor:
@@ -255,11 +259,15 @@ def resolve_flags(values: dict) -> None:
         "actor.loss_agg_mode": tuple(MEAN_OVER),
         "algo.advantage.is_correction_level": ("off",),
         "algo.advantage.score_centering_top_k": (0,),
+        "rollout.top_p": (1.0,),
     }.items():
         if values[name] not in allowed:
             raise FlagError(
                 f"--{name} {values[name]}: allowed with --policy_loss {policy_loss}: {', '.join(map(str, allowed))}"
             )
+    dual_clip = values["actor.dual_clip"]
+    if dual_clip is not None and not 1 < dual_clip < math.inf:
+        raise FlagError(f"--actor.dual_clip {dual_clip}: allowed: above 1")
     correction = {"level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.0, math.inf]}
     values |= {f"algo.advantage.is_correction_{name}": value for name, value in correction.items()}
 
@@ -271,6 +279,7 @@ def main() -> None:
     def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = upstream
         add_loss_flags(parser, ("ppo",), "Molt's own loss and ratio")
+        parser.error = exit_with_one_line  # type: ignore[method-assign]
         args = upstream(parser)
         try:
             resolve_flags(vars(args))

@@ -36,6 +36,9 @@ TESTS = {
     "core/second_moment.py": ["test_other_rules.py"],
     "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py", "test_other_rules.py"],
     "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
+    "core/update_windows.py": ["test_off_policy_actor.py", "test_update_scope.py", "test_steady_updates.py"],
+    "core/settings.py": ["test_flags.py", "test_clip_rules.py"],
+    "core/saved_rule.py": ["test_saved_rule.py"],
     "core/replay_pool.py": ["test_replay_pool.py"],
     "core/saved_pool.py": ["test_saved_pool.py"],
     "core/rule_loss.py": [

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # BAPO in Molt on a laptop without a GPU: Molt's whole command, on two ranks with asynchronous rollouts, teaches a tiny
 # policy to write odd digits. Further flags may follow: bash examples/molt/laptop.sh --bapo.preset steady
-# VENV=FOLDER is an environment that has Molt; without it, one is made in .venv-molt.
+# VENV=FOLDER is an environment that scripts/setup_framework.sh has made; without it, one is made in .venv-molt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+if nvidia-smi -L >/dev/null 2>&1; then
+  echo "examples/molt/laptop.sh: this machine has a GPU; allowed: one without (with a GPU: see docs/molt.md)" >&2
+  exit 2
+fi
 RUNS=${RUNS:-$PWD/runs/molt}
 
 if [ -z "${VENV:-}" ]; then

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # BAPO in verl on a laptop without a GPU: verl's whole trainer, on two ranks, teaches a tiny policy to write odd digits.
 # Settings of verl may follow: bash examples/verl/laptop.sh actor_rollout_ref.actor.policy_loss.preset=steady
-# VENV=FOLDER is an environment that has verl; without it, one is made in .venv-verl.
+# VENV=FOLDER is an environment that scripts/setup_framework.sh has made; without it, one is made in .venv-verl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+if nvidia-smi -L >/dev/null 2>&1; then
+  echo "examples/verl/laptop.sh: this machine has a GPU; allowed: one without (with a GPU: bash examples/verl/train.sh)" >&2
+  exit 2
+fi
 RUNS=${RUNS:-$PWD/runs/verl}
 
 if [ -z "${VENV:-}" ]; then

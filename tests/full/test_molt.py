@@ -46,6 +46,6 @@ def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_th
     for lower, upper, share, before, reached in zip(*(scalars[f"bapo/{name}"] for name in columns), strict=True):
         assert 0.6 <= lower <= 0.9 and 1.2 <= upper <= 3.0
         assert share >= before and (reached < 1 or share >= TARGET)
-    assert max(scalars["bapo/clip_high"]) > 1.2  # and there was something to find
+    assert max(scalars["bapo/clip_high"]) > 1.21  # and there was something to find
     saved = run / "checkpoints" / "_actor"
     assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["global_step4", "global_step8"]

@@ -176,8 +176,9 @@ def test_verls_async_trainer_with_critic_and_kl_takes_ratios_against_the_policy_
     _, steps, _ = train(programs, tmp_path, **ASYNC_WITH_CRITIC_AND_KL)
     staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
     assert staleness[0] == 0 < max(staleness)
+    assert min(step["actor/offpolicy/ess"] for step in steps) < 0.998
     for step, stale in zip(steps, staleness, strict=True):
         # The only optimizer step of a fresh rollout has ratios of 1, but for what engine and actor differ by.
-        assert (step["actor/offpolicy/ess"] > 0.998) == (stale == 0)
+        assert stale > 0 or step["actor/offpolicy/ess"] > 0.998
         assert step["critic/vf_loss"] > 0 and "actor/kl_loss" in step
         assert 0.6 <= step["actor/bapo/clip_low"] < 1 < step["actor/bapo/clip_high"] <= 3.0

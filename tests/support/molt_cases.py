@@ -1,5 +1,6 @@
 """BAPO in Molt, on its real trainer and FSDP2 on the CPU; run by test_molt.py in Molt's environment."""
 
+import asyncio
 import copy
 import inspect
 import math
@@ -231,24 +232,45 @@ def all_tokens(directory, samples, ranks, number):
     return tokens_of(directory, [samples[index] for index in chosen], ranks[0][0][number][0])
 
 
-def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step_on_all_ranks(directory, samples, searched):
+def assert_searches(directory, samples, ranks) -> None:
+    """Whether the logged bounds of a run are those of a search on each of its optimizer steps."""
     for rollout in range(NUM_ROLLOUTS):
-        steps = [all_tokens(directory, samples, searched, NUM_STEPS * rollout + step) for step in range(NUM_STEPS)]
+        steps = [all_tokens(directory, samples, ranks, NUM_STEPS * rollout + step) for step in range(NUM_STEPS)]
         expected = [find_clip_bounds(*tokens, CONFIG) for tokens in steps]
         ratios = torch.cat([ratio[mask > 0] for ratio, _, mask in steps])
-        for _, statuses, _ in searched:
+        for _, statuses, _ in ranks:
             for name, field in dict(clip_low="lower", clip_high="upper", initial_share="initial_share").items():
                 mean = sum(getattr(bounds, field).item() for bounds in expected) / NUM_STEPS
                 assert statuses[rollout][f"bapo/{name}"] == pytest.approx(mean, abs=1e-5)
             assert statuses[rollout]["offpolicy/ratio_mean"] == pytest.approx(ratios.mean().item(), abs=1e-4)
+
+
+def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step_on_all_ranks(directory, samples, searched):
+    assert_searches(directory, samples, searched)
+    for _, statuses, _ in searched:
+        for status in statuses:
             # The first step of a rollout is searched on the log-probs that Molt has computed.
             num_micro_batches = NUM_SAMPLES // 2 // 2
-            assert statuses[rollout]["num_forwards"] == num_micro_batches + num_micro_batches // NUM_STEPS
+            assert status["num_forwards"] == num_micro_batches + num_micro_batches // NUM_STEPS
+            assert status["timing/bapo_search"] > 0 and status["timing/bapo_ratio_forward"] > 0
+
+
+def test_micro_batches_that_make_no_whole_step_are_not_trained_and_not_searched(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH])
+    args.train.batch_size = 12
+    ((steps, (status,), _),) = on_ranks(1, train, args, directory, samples, num_rollouts=1)
+    ((weights, micro_batches),) = steps
+    chosen = [samples[index] for micro_batch in micro_batches for index in micro_batch]
+    assert len(chosen) == 12
+    expected = find_clip_bounds(*tokens_of(directory, chosen, weights), CONFIG)
+    assert status["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-5)
 
 
 def test_with_one_micro_batch_per_step_no_forward_is_made_for_the_rule(directory, samples):
     args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--train.micro_batch_size", "4"])
-    for _, statuses, _ in on_ranks(2, train, args, directory, samples):
+    ranks = on_ranks(2, train, args, directory, samples)
+    assert_searches(directory, samples, ranks)
+    for _, statuses, _ in ranks:
         assert [each["num_forwards"] for each in statuses] == [NUM_STEPS] * NUM_ROLLOUTS
 
 
@@ -281,6 +303,8 @@ def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(director
     assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in started[0][2].items())
     assert_follows(steady, directory, samples, started)
     assert_follows(steady, directory, samples, resumed)
+    fresh = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1)
+    assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, fresh)
 
 
 def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
@@ -352,12 +376,22 @@ def test_both_kls_are_against_the_engine_and_a_token_that_is_not_finite_does_not
 
     engines = engines.clone()
     engines[0, 0] = torch.nan
-    loss(log_probs, old, update["advantages"], mask, engines)
+    *_, policy_kl, vllm_kl, _ = loss(log_probs, old, update["advantages"], mask, engines)
+    assert policy_kl.isfinite() and vllm_kl.isfinite()
     mask = mask.clone()
     mask[0, 0] = False
     ratio = (log_probs - update["old_log_probs"]).exp()
     expected = find_clip_bounds(ratio, update["advantages"], mask.long(), ClipConfig.preset("paper"))
     assert loss.updates[1].used.initial_share.item() == pytest.approx(expected.initial_share.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["paper", "topr"])
+def test_a_token_whose_engines_log_prob_is_not_finite_has_no_gradient(name):
+    loss, (update, *_) = BapoPolicyLoss(PolicyLoss(), as_clip_rule(name)), presets.make_updates()[0]
+    given, engines = update["log_probs"].clone().requires_grad_(), update["old_log_probs"].clone()
+    engines[0, 0] = torch.nan
+    loss(given, torch.zeros_like(engines), update["advantages"], update["mask"].bool(), engines)[0].backward()
+    assert given.grad[0, 0] == 0 and given.grad.isfinite().all() and given.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -375,6 +409,9 @@ def test_both_kls_are_against_the_engine_and_a_token_that_is_not_finite_does_not
         ("--policy_loss bapo --algo.advantage.score_centering_top_k 8", "score_centering_top_k 8: .*: 0"),
         ("--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3", "--actor.eps_clip_low_high: not allowed"),
         ("--policy_loss bapo --bapo.ratio_lower_max 1.2", "--bapo.ratio_lower_max 1.2 .*<= 1"),
+        ("--policy_loss bapo --rollout.top_p 0.9", "--rollout.top_p 0.9: .* --policy_loss bapo: 1.0"),
+        ("--policy_loss bapo --actor.dual_clip 0.9", "--actor.dual_clip 0.9: allowed: above 1"),
+        ("--policy_loss bap0", "--policy_loss.*'bap0'"),
         ("--bapo.preset paper", "--bapo.preset paper: allowed only with --policy_loss bapo"),
         ("--policy_loss balanced --m2.budget 0.1", "--m2.budget 0.1: allowed only with --policy_loss m2"),
     ],
@@ -396,6 +433,15 @@ def test_the_engines_are_asked_for_log_probs_and_the_correction_keeps_every_toke
     )
     lowest, highest = given.is_correction_threshold
     assert lowest <= 1 <= highest
+
+
+@pytest.mark.parametrize(("response", "reward"), [("It is \\boxed{7}.", 1.0), ("It is \\boxed{8}.", 0.0)])
+def test_the_agent_rewards_a_right_final_answer(response, reward):
+    from molt.agents.base import load_agent_runner
+
+    runner = load_agent_runner(str(pipeline.REPOSITORY / "examples/molt/agent.py"))
+    state = {"action_text": response, "label": "7"}
+    assert asyncio.run(runner.env_cls().step(state)).reward == reward
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,8 @@ def _use_python_path(value: str) -> None:
 
 def _run(argv: list[str]) -> None:
     """Do in this process what `python` does with these arguments."""
-    importlib.reload(sys.modules["vllm.v1.executor.ray_utils"])  # the only module of the template that imports ray
+    if ray_utils := sys.modules.get("vllm.v1.executor.ray_utils"):  # the only module of the template that imports ray
+        importlib.reload(ray_utils)
     while argv[0] not in ("-c", "-m") and argv[0].startswith("-"):
         argv = argv[2 if argv[0] in ("-X", "-W") else 1 :]
     kind, rest = argv[0], argv[1:]
