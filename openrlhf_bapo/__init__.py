@@ -1,6 +1,6 @@
 """BAPO for OpenRLHF: clip bounds recomputed for each policy update (arXiv 2510.18927).
 
-Every name loads its module when it is first used: the search needs torch only, the loss and the registration OpenRLHF.
+Each name loads its module at first use. The search needs only torch; loss and registration also need OpenRLHF.
 """
 
 import importlib
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 def register_in_vllm() -> None:
     """Register in a process of vLLM, which calls this entry point (`vllm.general_plugins`) in all of its processes.
 
-    Only this reaches those processes of an engine that are not Ray workers. Without OpenRLHF there is nothing to do.
+    No other hook reaches the engine processes that are not Ray workers. Without OpenRLHF, this function does nothing.
     """
     if importlib.util.find_spec("openrlhf"):
         importlib.import_module("openrlhf_bapo.openrlhf.registration").register()

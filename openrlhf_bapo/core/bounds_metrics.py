@@ -32,7 +32,7 @@ def bounds_metrics(updates: list[UpdateBounds]) -> dict[str, float]:
         }
     rows |= {name: [update.others[name].double() for update in updates] for name in updates[0].others}
     values = torch.stack([torch.stack(row) for row in rows.values()])
-    # The share of an update without active tokens is NaN, and so is the bound of a rule without one.
+    # Shares are NaN for an update without active tokens, and bounds are NaN for a rule without bounds.
     means = values.where(values.isfinite(), torch.nan).nanmean(1).tolist()
     has_value = {
         name: name not in ("clip_low", "clip_high") or math.isfinite(mean)

@@ -38,8 +38,8 @@ class ContributionTally:
     """The sums over a set of tokens that the search needs; tallies of disjoint sets add.
 
     `sums` is float64 [3, num_upper + 1 + num_lower + 1]. Rows: sum of m |A| r, sum of m |A|, number of tokens. Columns:
-    positive tokens by the first upper grid point that is not below their ratio, then negative tokens by the number of
-    lower grid points that are not above theirs.
+    positive tokens by the index of the lowest upper grid point >= their ratio, then negative tokens by the number of
+    lower grid points <= their ratio.
     """
 
     sums: torch.Tensor
@@ -61,19 +61,19 @@ class ClipBounds:
     lower: torch.Tensor
     upper: torch.Tensor
     positive_share: torch.Tensor
-    """P / (P + N) at the bounds; NaN where there is nothing to share."""
+    """P / (P + N) at the bounds; NaN if P + N is 0."""
 
     initial_share: torch.Tensor
     """P / (P + N) at the start of the path."""
 
     reached: torch.Tensor
-    """Whether the target was reached (True where there is nothing to balance)."""
+    """Whether the target was reached; True if P + N is 0 at the start of the path."""
 
     surrogate_share: torch.Tensor
-    """The share at the bounds as "surrogate" defines it, whatever the search went by."""
+    """The positive share at the bounds by the contribution "surrogate", whichever contribution the search used."""
 
     gradient_share: torch.Tensor
-    """The share at the bounds as "gradient" defines it, whatever the search went by."""
+    """The positive share at the bounds by the contribution "gradient", whichever contribution the search used."""
 
     positive_token_frac: torch.Tensor
     """Tokens with A > 0 as a fraction of those with A != 0, each counted once; NaN without any."""
@@ -109,8 +109,8 @@ def tally_contributions(
     Args:
         ratio: importance ratios pi_theta / pi_behavior, any shape; values under a mask of 0 may be anything.
         advantages: the same shape.
-        mask: the same shape; a token's weight in the loss (bool, or a number that is not negative), 0 for "no token".
-        config: says which grid the tokens are sorted into.
+        mask: the same shape; each token's weight in the loss (bool, or a number of at least 0), 0 for "no token".
+        config: gives the grid that the tokens are sorted into.
     """
     path = _path(config, ratio.device)
     return tally_by_grid(ratio, advantages, mask, path.lower, path.upper)
@@ -153,7 +153,7 @@ def tally_by_grid(
     bucket += torch.arange(bucket.numel(), device=ratio.device) % num_lanes * num_buckets
     size = advantages.double().abs() * mask
     values = torch.stack([size * ratio, size, torch.ones_like(size)] + ([] if extra is None else [extra.flatten()]))
-    # Tokens that do not count add zeros to whatever bucket their garbage fell into.
+    # Masked tokens, and tokens with A = 0, add zeros to an arbitrary bucket.
     values = torch.where((mask > 0) & (advantages != 0), values, 0.0)
     sums = values.new_zeros(len(values), num_lanes * num_buckets).index_add_(1, bucket, values)
     return ContributionTally(sums.view(len(values), num_lanes, num_buckets).sum(1))
@@ -232,9 +232,9 @@ def find_clip_bounds(
     config: ClipConfig,
     group: dist.ProcessGroup | None = None,
 ) -> ClipBounds:
-    """Return the bounds for these tokens, and for those of every other rank of `group` (None: this process alone).
+    """Return the bounds for the tokens of all ranks of `group` (None: of this process alone).
 
-    Shapes as in `tally_contributions`; every rank of `group` must call, if with an empty set of tokens.
+    Shapes as in `tally_contributions`. Every rank of `group` must call, even without tokens.
     """
     tally = tally_contributions(ratio, advantages, mask, config)
     return solve_clip_bounds(tally if group is None else tally.all_reduce(group), config)

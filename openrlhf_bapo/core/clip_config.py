@@ -19,10 +19,10 @@ class SmoothingConfig:
     """How slowly the bounds of an update follow the updates before it (ours)."""
 
     half_life: float
-    """Updates after which half of a change has been followed; after 3.3 half-lives nine tenths have. Above 0."""
+    """Number of updates in which the bounds make half of a change; nine tenths take 3.3 half-lives. Above 0."""
 
     of: str = "bounds"
-    """The average over updates is one of the "bounds" that the search finds, or of the "tally" that it runs on."""
+    """The quantity that is averaged over updates: the "bounds" that the search finds, or the "tally" that it uses."""
 
     start: tuple[float, float] | None = None
     """(lower, upper) of the first update, inside the search's ranges; None: the middle of each range."""
@@ -37,7 +37,7 @@ class SmoothingConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The settings of BAPO's clip rule: its search (Algorithm 1), and what goes with it in a preset."""
+    """The settings of BAPO's clip rule: its search (Algorithm 1), and the settings that a preset adds to it."""
 
     positive_contribution_target: float = 0.5
     """rho_0, where the search stops: P / (P + N) in (0, 1), or with `target_kind` "ratio" P / N above 0."""
@@ -70,22 +70,22 @@ class ClipConfig:
     """"share" compares P / (P + N) with the target; "ratio" compares P / (N + 1e-8)."""
 
     smoothing: SmoothingConfig | None = None
-    """None: the bounds are searched for each update (the paper). Else they follow the updates before (ours)."""
+    """None: the bounds are searched for each update (the paper). Otherwise they follow earlier updates (ours)."""
 
     scope: str = "update"
-    """Whose tokens a search sees: those of an "update" on all ranks, or of a "micro_batch" on all ranks."""
+    """The tokens that a search uses: those of an "update" on all ranks, or of a "micro_batch" on all ranks."""
 
     dual_clip: float | None = None
-    """The dual clip that belongs to a preset: a framework's loss uses it unless it is given another."""
+    """The dual clip of a preset; None: the framework's own. `--actor.dual_clip` of OpenRLHF and Molt wins over it."""
 
     @classmethod
     def preset(cls, name: str) -> "ClipConfig":
         """Return the settings of a published recipe ("readme", "paper", "octothinker", "released"), or ours ("steady").
 
-        A preset is a whole rule: its smoothing, scope and dual clip are set beside its search.
+        A preset sets the whole rule: the search, smoothing, scope and dual clip.
 
         Raises:
-            ValueError: for another name.
+            ValueError: if no preset has this name.
         """
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; allowed: {', '.join(PRESETS)}")
@@ -184,7 +184,7 @@ PRESETS = {
 
 _BESIDE_THE_SEARCH = ("smoothing", "scope", "dual_clip")
 SEARCH_FIELDS = tuple(field.name for field in fields(ClipConfig) if field.name not in _BESIDE_THE_SEARCH)
-"""The fields of `ClipConfig` that `solve_clip_bounds` goes by."""
+"""The fields of `ClipConfig` that `solve_clip_bounds` uses."""
 
 
 def _grid(start: float, stop: float, step: float) -> list[float]:

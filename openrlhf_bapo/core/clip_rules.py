@@ -41,7 +41,7 @@ def share_weights(
 ) -> torch.Tensor:
     """Return each token's weight in the positive share: its weight in the loss.
 
-    The released recipe, which has a P / N target, counts tokens whatever the loss averages over.
+    The released recipe, which has a P / N target, gives each token weight 1, whatever the loss averages over.
 
     Args:
         mask: [batch, tokens], 1 for the response's tokens.
@@ -66,8 +66,8 @@ class Tokens:
     """log pi_theta of each token."""
 
     behavior_log_probs: torch.Tensor
-    """The denominator of the ratio: log pi of the policy that generated the token, or under the decoupled objective of
-    the policy when training on the rollout began."""
+    """The denominator of the ratio: log pi of the policy that generated the token. Under the decoupled objective, log
+    pi of the policy that training on the rollout started from."""
 
     advantages: torch.Tensor
 
@@ -101,16 +101,16 @@ class ClipRule(ABC):
     """
 
     needs_tally_first = False
-    """Whether the bounds of an update come from its own tokens, so that they are tallied before it is trained."""
+    """Whether an update's bounds come from its own tokens, which must then be tallied before the update is trained."""
 
     searches = True
-    """Whether bounds or weights are solved for from an update's tally, so that the time of it is a metric."""
+    """Whether bounds or weights are solved from an update's tally. The time that this takes is then a metric."""
 
     follows_updates = False
-    """Whether bounds or weights depend on earlier updates, so that a resumed run needs the `state_dict`."""
+    """Whether bounds or weights depend on earlier updates. A resumed run then needs the `state_dict`."""
 
     has_weights = False
-    """Whether it gives weights instead of bounds. Nothing is clipped then."""
+    """Whether the rule gives weights instead of bounds. Nothing is clipped then."""
 
     config: ClipConfig
     lower: torch.Tensor  # 0-dim, float64
@@ -189,7 +189,7 @@ class FixedBounds(ClipRule):
         upper: importance ratio, at least 1.
 
     Raises:
-        ValueError: for bounds that leave 1 outside.
+        ValueError: if 1 does not lie between the bounds.
     """
 
     searches = False
@@ -233,8 +233,8 @@ class SearchedBounds(ClipRule):
 class SteadyBounds(ClipRule):
     """Bounds that follow the updates before (ours), so that no update needs an additional forward pass.
 
-    A search on its own update's tokens jumps with them. Here the tally of an update comes from the ratios that training
-    computes, and gives the bounds of the next one:
+    Bounds that are searched on each update's own tokens jump from update to update. Here the tally of an update comes
+    from the ratios that training computes, and gives the bounds of the next update:
 
         update k:  train between (lower, upper) -> tally of its tokens -> search -> (lower, upper) of update k + 1
 

@@ -1,7 +1,8 @@
 """The sums of a tally on a CPU, some seven times faster than in torch alone.
 
-Most tokens lie inside the bounds at every point of a search, so they need no bucket: two dot products add them up. A
-table finds the bucket of the others, where each step of a binary search is a branch that random ratios send either way.
+Most tokens lie inside the bounds at every point of a search, so they need no bucket: two dot products add them up. For
+the other tokens a table finds the bucket. A binary search would be slower: random ratios make its branches
+unpredictable.
 """
 
 import functools
@@ -30,7 +31,7 @@ class Edges:
         self._most_in_a_cell = np.bincount(cell).max()
 
     def num_below(self, ratio: np.ndarray) -> np.ndarray:
-        """Count the edges below each ratio: those in the cells before its own by the table, the rest compared."""
+        """Count the edges below each ratio: a table counts those in earlier cells, comparisons those in its cell."""
         num = self._num_before.take(self._cell(ratio))
         for _ in range(self._most_in_a_cell):
             num += ratio > self._edges.take(num)
@@ -44,7 +45,7 @@ class Edges:
 def tally_on_cpu(
     ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: Edges
 ) -> torch.Tensor | None:
-    """Return `ContributionTally.sums` of these tokens [num_tokens]; None if a value under a mask of 0 spoils them."""
+    """Return `ContributionTally.sums` of these tokens [num_tokens]; None if a sum is not finite (NaN under a mask)."""
     blocks = zip(*(x.split(_BLOCK_TOKENS) for x in (ratio, advantages, mask)), strict=True)
     sums = functools.reduce(np.add, (_sums_of_block(edges, *block) for block in blocks))
     return torch.from_numpy(np.abs(sums)) if math.isfinite(sums.sum()) else None
@@ -72,7 +73,7 @@ def _sums_of_block(edges: Edges, ratio: torch.Tensor, advantages: torch.Tensor, 
         size[outside] = 0
     inside = []
     for side, num in ((np.maximum(size, 0), num_positive), (np.minimum(size, 0, out=size), num_negative)):
-        # einsum, because numpy's `@` has threads that go on waiting for work on the cores that torch's need.
+        # einsum, because numpy's `@` starts threads that keep waiting for work on the cores that torch's threads need.
         inside.append(np.array([[np.einsum("t,t", side, r)], [side.sum()], [num]]))
     negative, positive = sums[:, : edges.num_lower], sums[:, edges.num_lower + 1 :]
     return np.concatenate([inside[0], positive, negative, inside[1]], axis=1)

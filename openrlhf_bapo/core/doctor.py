@@ -1,4 +1,4 @@
-"""What is wrong with a run, from its metrics: the rules of `openrlhf-bapo doctor`.
+"""The rules of `openrlhf-bapo doctor`, which find from a run's metrics what is wrong with it.
 
 The limits of reward, entropy, effective sample size and clip fractions were chosen on runs of the study of late data
 with even seeds (studies/late_data/study_doctor.py); the others follow from the definition of the metric.
@@ -20,7 +20,7 @@ REMEDIES = {name: guide.remedy for guides in SECTIONS.values() for guide in guid
 
 
 def level(values: np.ndarray, window: int = 5) -> np.ndarray:
-    """Return the mean over the last `window` points at each point, NaN before there are so many."""
+    """Return at each point the mean over the last `window` points, NaN while there are fewer points."""
     found = np.full(len(values), math.nan)
     if len(values) >= window:
         found[window - 1 :] = np.convolve(values, np.full(window, 1 / window), "valid")
@@ -61,10 +61,10 @@ class Check:
     """Beyond this limit something is unusual."""
 
     is_above: bool = True
-    """Whether figures above the limits are beyond them, or figures below."""
+    """True: a figure above a limit is beyond it. False: a figure below it."""
 
     remedy: str = ""
-    """What to do; "": the remedy of docs/metrics.md."""
+    """The remedy; "": the one in docs/metrics.md."""
 
 
 LOWER_RATE = "a lower learning rate (`--actor.adam.lr`), from a checkpoint before the change"
@@ -152,13 +152,13 @@ CHECKS = (
 
 
 class Finding(NamedTuple):
-    """What a check found at the end of a run, or so far."""
+    """The result of a check at the end of a run, or so far."""
 
     is_wrong: bool
-    """False: unusual."""
+    """True: something is wrong. False: something is unusual."""
 
     since: int
-    """The first step from which on the figure was beyond its limit."""
+    """The figure has been beyond its limit at every step from this one on."""
 
     metric: str
     text: str

@@ -63,7 +63,7 @@ def tally_entropy(
     m, x, r, a, w = (torch.where(is_token, value.flatten().double(), 0.0) for value in values)
     is_left_out = w == 0
     size = m * torch.where(is_left_out, r, w) * a
-    cell = (4 * (x.float() / -_LOWEST).clamp(min=1).log2()).int().clamp(0, _NUM_BINS - 1)  # of NaN too
+    cell = (4 * (x.float() / -_LOWEST).clamp(min=1).log2()).int().clamp(0, _NUM_BINS - 1)  # clamps NaN too
     cell += (2 * is_left_out + (a < 0).int()) * _NUM_BINS
     num_lanes = 1 if x.device.type == "cpu" else _LANES  # see clip_bounds.py
     if num_lanes > 1:
@@ -101,8 +101,8 @@ class EntropyRule:
         """Add one micro-batch to the running update, as the rule trains on it.
 
         Args:
-            rule: with the bounds or weights of this update.
-            tokens: of the micro-batch.
+            rule: the clip rule, with the bounds or weights of this update.
+            tokens: the tokens of the micro-batch.
             dual_clip: the loss leaves out tokens with A < 0 and a ratio above it; None: no dual clip.
         """
         weights = rule.gradient_weights(tokens)
@@ -123,7 +123,7 @@ class EntropyRule:
         Synchronizes with the device once. {} without updates.
 
         Args:
-            all_reduce: sums [num_updates, 515] over all ranks, which closed the same updates; None: one process.
+            all_reduce: adds [num_updates, 515] over all ranks, all of which closed the same updates; None: one process.
         """
         closed, self._closed = self._closed, []
         if not closed:

@@ -1,4 +1,4 @@
-"""What every metric that we log means, what is healthy, and what to do otherwise.
+"""The meaning of every metric that we log, its healthy values, and the remedy for other values.
 
 docs/metrics.md has these tables (tools/metrics_page.py writes them), and `openrlhf-bapo doctor` prints the remedies.
 """
@@ -15,9 +15,9 @@ class Guide(NamedTuple):
     """Values at the start of a run."""
     healthy: str
     remedy: str
-    """What to do if they are not healthy."""
+    """The remedy for values that are not healthy."""
     note: str = ""
-    """What follows the metrics' names in the first column."""
+    """Text after the metrics' names in the first column."""
 
 
 SECTIONS: dict[str, tuple[Guide, ...]] = {

@@ -7,7 +7,7 @@ bounds.
     SecondMomentBounds    [e^-t, e^t], t from a budget for the mean of (log r)^2          M2PO, arXiv 2510.01161
     DivergenceBounds      per token: [1 - d / pi_behavior, 1 + d / pi_behavior]           DPPO, arXiv 2602.04879
     TaperedWeights        weight 1 where A > 0, min(r, 1) where A < 0                     TOPR, arXiv 2503.14286
-    BalancedWeights       the same, and A < 0 times min(1, P (1 - rho) / (rho N))         ours
+    BalancedWeights       the same, with A < 0 scaled by min(1, P (1 - rho) / (rho N))    ours
 """
 
 import inspect
@@ -27,7 +27,7 @@ _MOST = math.exp(21.0)  # beyond every ratio
 
 
 class _OtherRule(ClipRule):
-    """A rule without BAPO's search; its positive share is the gradient's. Nothing is clipped between its bounds."""
+    """A rule without BAPO's search, with the positive share of the gradient. The initial bounds clip nothing."""
 
     searches = False
 
@@ -37,15 +37,15 @@ class _OtherRule(ClipRule):
 
 
 class _AveragedRule(_OtherRule):
-    """A rule that goes by the tally of an update, or by an average over the updates before it (ours).
+    """A rule that uses the tally of an update, or an average over the updates before it (ours).
 
     Args:
-        half_life: 0: an update goes by its own tally, and needs it first. Above 0: an update's weight in the average
+        half_life: 0: an update uses its own tally, and needs it first. Above 0: an update's weight in the average
             halves every `half_life` updates, and no update needs an extra forward pass. The first update is trained
             without bounds, or with TOPR's weights.
 
     Raises:
-        ValueError: for a half-life below 0 or without end.
+        ValueError: for a half-life that is negative or not finite.
     """
 
     searches = True
@@ -70,11 +70,11 @@ class _AveragedRule(_OtherRule):
 class SecondMomentBounds(_AveragedRule):
     """Bounds that keep the mean of (log r)^2 over harmful tokens within a budget (M2PO, arXiv 2510.01161).
 
-    core/second_moment.py has the formula. M2PO finds them for each update; the average is ours.
+    core/second_moment.py has the formula. M2PO finds the bounds for each update; the average is ours.
 
     Args:
         budget: allowed mean of the squared log-ratio, above 0. The default is the paper's.
-        half_life: of the average, in updates; 0: no average.
+        half_life: half-life of the average, in updates; 0: no average.
 
     Raises:
         ValueError: for a budget or half-life that is not allowed.
@@ -136,7 +136,7 @@ class TaperedWeights(_OtherRule):
     """Weight 1 for positive tokens and min(r, 1) for negative ones, and no clip (TOPR, arXiv 2503.14286).
 
     Args:
-        level: whose ratio: that of each "token", or of the whole "sequence" (the paper's), the product over its tokens.
+        level: the ratio in the weight: of each "token", or of the "sequence" (the paper), the product over its tokens.
 
     Raises:
         ValueError: for another level.
@@ -164,8 +164,8 @@ class TaperedWeights(_OtherRule):
 class BalancedWeights(_AveragedRule):
     """TOPR's weights, and negative tokens scaled down until positive ones carry their share (ours).
 
-    BAPO's search balances by dropping tokens. With weights there is nothing to search: where P and N are the sums of
-    m |A| w over positive and negative tokens at TOPR's weights w, the positive share is the target at
+    BAPO's search balances by dropping tokens. Weights need no search. P and N are the sums of m |A| w over positive and
+    negative tokens with TOPR's weights w. The positive share equals the target if negative tokens are scaled by
 
         s = P (1 - target) / (target N)
 
@@ -173,8 +173,8 @@ class BalancedWeights(_AveragedRule):
 
     Args:
         target: the positive share, in (0, 1).
-        half_life: of the average of P and N, in updates; 0: each update's own.
-        level: whose ratio, as in `TaperedWeights`.
+        half_life: half-life of the average of P and N, in updates; 0: P and N of each update.
+        level: the ratio in the weight, as in `TaperedWeights`.
 
     Raises:
         ValueError: for a target, half-life or level that is not allowed.
@@ -191,7 +191,7 @@ class BalancedWeights(_AveragedRule):
         self.target = target
         self.level = level
         self.negative_weight = self.lower.new_ones(())
-        """s of the updates that follow, at most 1."""
+        """min(1, s) for the next update that is trained."""
 
     def weights(self, tokens: Tokens) -> torch.Tensor:
         """Return the weights, in the tokens' shape; level "sequence" takes [batch, tokens]."""
@@ -239,10 +239,10 @@ RULES: dict[str, type[ClipRule]] = {
 
 
 def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
-    """Return a rule as it is, BAPO's rule with these settings, or the rule of a preset's name or of a name in `RULES`.
+    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name in `RULES`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: if no preset and no rule has this name.
     """
     if isinstance(given, ClipRule):
         return given
@@ -275,6 +275,6 @@ def _sides(tally: ContributionTally) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _without_bounds(bounds: ClipBounds) -> ClipBounds:
-    """Return the shares alone, for a rule that has no bounds for all tokens."""
+    """Return the same shares with NaN as bounds, for a rule without bounds that hold for all tokens."""
     none = bounds.lower.new_full((), torch.nan)
     return replace(bounds, lower=none, upper=none)

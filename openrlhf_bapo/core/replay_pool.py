@@ -190,7 +190,7 @@ class ReplayPool:
     def __init__(self, config: ReplayConfig):
         self.config = config
         self._groups: dict[int, Group] = {}  # by key, in the order of arrival
-        self._by_version: dict[int, dict[int, Group]] = defaultdict(dict)  # oldest version -> as above
+        self._by_version: dict[int, dict[int, Group]] = defaultdict(dict)  # by oldest version, then key
         self._num_bytes = self._next_key = 0
         self._generator = torch.Generator().manual_seed(config.seed)
         self._counters = dict.fromkeys(_COUNTERS, 0)

@@ -15,11 +15,11 @@ from openrlhf_bapo.core.entropy_rule import EntropyRule
 
 
 class ClipRuleLoss:
-    """For a framework's policy loss that clips ratios to [1 - clip_eps_low, 1 + clip_eps_high].
+    """Base of a framework's policy loss that clips ratios to [1 - clip_eps_low, 1 + clip_eps_high].
 
-    A rule that needs the tally of an update first gets it from `tally_tokens` and `close_update` before the update is
-    trained; without them, every call of the loss closes an update of its own tokens (micro-batch scope). With any other
-    rule, every call tallies its tokens, and `close_update` closes an update that has been trained.
+    For a rule that needs the tally first, call `tally_tokens` and `close_update` before the update is trained; without
+    these calls, every call of the loss closes an update of its own tokens (micro-batch scope). With any other rule,
+    every call of the loss tallies its tokens; call `close_update` after the update is trained.
     """
 
     clip_eps_low: float | torch.Tensor
@@ -34,7 +34,7 @@ class ClipRuleLoss:
         """Every closed update since `updates` was last emptied, for the metrics."""
         self.entropy_rule = EntropyRule()
         """Tallies every call; the caller closes its updates, which end with the optimizer step."""
-        self._is_tallied = False  # by the caller, for the coming update
+        self._is_tallied = False  # whether the caller has tallied the coming update
         self._timers: list[Timer] = []
 
     def tally_tokens(self, tokens: Tokens) -> None:
@@ -59,7 +59,7 @@ class ClipRuleLoss:
 
         Args:
             tokens: of the micro-batch that the loss is called with.
-            of_the_loss: the same with their weights in the loss, where these are not those of the share.
+            of_the_loss: the same tokens with their weights in the loss, if these differ from those in the share.
         """
         if not self._is_tallied:
             with self._timed():
@@ -70,7 +70,7 @@ class ClipRuleLoss:
         weights = self.rule.weights(tokens)
         if weights is None:
             lower, upper = self.rule.bounds(tokens)
-            # The loss clamps to (1 - low, 1 + high); the way there and back is exact in float64.
+            # The loss clamps to (1 - low, 1 + high), which is exactly (lower, upper) again in float64.
             self.clip_eps_low, self.clip_eps_high = 1 - lower, upper - 1
         else:
             self.clip_eps_low, self.clip_eps_high = 1.0, math.inf
@@ -118,11 +118,11 @@ def leave_out_nonfinite(
     return action_mask * finite, [torch.where(finite, value, 0.0) for value in values], num_left_out
 
 
-_has_cuda = functools.cache(torch.cuda.is_available)  # which asks the driver every time
+_has_cuda = functools.cache(torch.cuda.is_available)  # cached, because every call asks the driver
 
 
 class Timer:
-    """Seconds that a device spends in a `with` block; read late, it stalls no GPU on the way."""
+    """Seconds that a device spends in a `with` block. Only `seconds` waits for the GPU, so call it late."""
 
     def __enter__(self) -> None:
         self._start = self._now()

@@ -1,4 +1,4 @@
-"""The file format of saved state: the replay pool, unfinished responses and steady bounds.
+"""The file format of saved state: the replay pool, unfinished responses, waiting samples, and the clip rule's state.
 
 A saved state is a directory with two files. groups.safetensors holds named tensors, the columns. pool.json holds any
 JSON values, the record, and a checksum of each file. Loading them cannot execute code.
@@ -78,8 +78,8 @@ def read_directory(
     Args:
         path: the directory.
         format_version: the only value of the record's "format_version" that is accepted.
-        fingerprint: what the record's "fingerprint" must be equal to.
-        way_out: what starts a run without the saved state, such as "pass --FLAG"; errors name it.
+        fingerprint: the required value of the record's "fingerprint".
+        way_out: how to start a run without the saved state, such as "pass --FLAG"; errors name it.
 
     Returns:
         The columns, and the record.

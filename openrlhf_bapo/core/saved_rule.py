@@ -26,10 +26,10 @@ def save_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
 def load_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
     """Let a rule that follows earlier updates go on from a state that `save_rule` wrote.
 
-    A checkpoint without such a state lets the rule begin anew, which is said on stderr.
+    If the checkpoint has no such state, the rule starts again, and a line on stderr says so.
 
     Raises:
-        SavedStateError: if the state is damaged, or of a rule with other settings. The half-life may change.
+        SavedStateError: if the state is damaged, or if a setting other than the half-life and the start differs.
     """
     if not rule.follows_updates:
         return
@@ -40,7 +40,7 @@ def load_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
 
 
 def _settings(rule: ClipRule) -> dict[str, str]:
-    """Return the rule's name and its settings but the half-life."""
+    """Return the rule's name and its settings, except for the half-life and the start."""
     own = inspect.signature(type(rule)).parameters.keys() - {"config", "smoothing", "half_life"}
     smoothing = rule.config.smoothing
     found = {"rule": type(rule).__name__, "config": str(replace(rule.config, smoothing=None))}

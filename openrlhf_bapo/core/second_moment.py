@@ -5,7 +5,7 @@ A token is harmful if its ratio lies where PPO's clip would cut it: A > 0 and r 
 
     mean over harmful tokens of min(|log r|, t)^2 = budget
 
-Without such a t, because the mean is below the budget, nothing is clipped.
+If the mean is below the budget for every t, nothing is clipped.
 
 The tally is that of `tally_contributions` with a fine grid of e^-t and e^t, and a fourth row. t differs from the exact
 one by less than the distance of two grid points: 0.001 up to t = 1, and a thousandth of t above.

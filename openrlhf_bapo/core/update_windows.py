@@ -1,4 +1,4 @@
-"""The micro-batches of an optimizer step, shown as a whole before the first of them is trained."""
+"""A loader that shows all micro-batches of an optimizer step before the step trains on the first of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,12 +7,12 @@ from torch.utils.data import DataLoader
 
 
 class UpdateWindowLoader(DataLoader):
-    """A loader of micro-batches that shows its dataset each optimizer step's window before the window's first one.
+    """A `DataLoader` that shows its dataset the window of each optimizer step, which is a list of micro-batches.
 
-    In place of the `DataLoader` that a framework's trainer builds over its replay buffer. The dataset says with
-    `update_ends(number of micro-batches)` for each micro-batch whether it is the last one of an update; those after the
-    last update are left out. Its `before_update(window)` is called with the window, a list of micro-batches. Without
-    such an attribute this is a plain DataLoader.
+    It replaces the `DataLoader` that a framework's trainer builds over its replay buffer. The loader calls the
+    dataset's `before_update(window)` before it yields the window's first micro-batch. The dataset's
+    `update_ends(number of micro-batches)` says for each micro-batch whether it ends an update. Micro-batches after the
+    last update are left out. If the dataset has no `before_update`, this is a plain `DataLoader`.
     """
 
     dataset: Any
