@@ -3,9 +3,10 @@
     python -m openrlhf_bapo.molt --policy_loss bapo --bapo.preset paper ...
 
 The other flags are those of `python -m molt.cli.train_rl_ray`. Molt takes the ratio against log-probs that it computes
-when training on a rollout begins, which hides the rollout's staleness. It corrects for that with a weight, the
-probability of a token then over that under the engine. Here the ratio is against the engine's log-probs, so staleness
-and the engine's rounding are both in it, and the bounds come from a rule. Molt's own correction is then exactly 1.
+when training on a rollout begins, which hides the rollout's staleness. Molt corrects for that with a weight per token:
+its probability when training begins, divided by its probability under the engine. Here the ratio is against the
+engine's log-probs, so it contains staleness and the engine's rounding. Molt's own correction is then exactly 1. The
+bounds come from a rule.
 
 Molt asks its engines for log-probs only if its correction is on, so the command turns it on.
 """
@@ -37,7 +38,7 @@ from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
 
 MEAN_OVER = {"token-mean": "update", "seq-mean-token-mean": "sequence"}
-"""Molt's aggregations that a rule is made for, and the tokens of their first mean (`share_weights`)."""
+"""Molt's aggregations that a rule supports, and the tokens of their first mean (`share_weights`)."""
 
 
 class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
@@ -46,7 +47,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     The ratio is against the engine's log-probs. Dual clip, aggregation and the six results are Molt's own.
 
     Args:
-        loss: Molt's, whose settings it takes over.
+        loss: Molt's loss, whose settings are copied.
         rule: the clip rule.
         group: data-parallel ranks whose tokens count together; None: this process alone.
     """
@@ -90,7 +91,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         part = tally_offpolicy(*values, *self.rule.bounds(tokens))
         self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
         denominators = rollout_log_probs
-        if weights is not None:  # at ratio 1 the surrogate of advantages w A has the gradient of w A log pi
+        if weights is not None:  # at ratio 1, the surrogate's gradient with advantages w A is that of w A log pi
             denominators, advantages = log_probs.detach(), weights * tokens.advantages
         loss, reported, clip_ratio, *_, filtered = super().forward(
             log_probs, denominators, advantages, action_mask, denominators, **batch_info
@@ -102,7 +103,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         return loss, reported, clip_ratio, policy_kl, vllm_kl, filtered
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; of the off-policy ones those that need no policy versions."""
+        """Return the metrics since the last call, without the off-policy ones that need policy versions."""
         tally, self._offpolicy_tally = self._offpolicy_tally, None
         assert tally is not None  # the loss has tallied
         found = offpolicy_metrics(tally if self.group is None else tally.all_reduce(self.group))
@@ -125,10 +126,10 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
 class BapoPolicyTrainer(policy_actor.PolicyTrainer):
     """Molt's trainer of one rank, with the clip rule that `--policy_loss` asks for.
 
-    The rule is closed once per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
-    rule that needs the tally first gets it as in `BapoActorTrainer` (openrlhf/actor_trainer.py): from the loss where a
-    step has one micro-batch, from Molt's recomputed log-probs in the first step on a rollout, else from a forward pass
-    without gradient.
+    The rule closes an update per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
+    rule that needs the tally first gets it as in `BapoActorTrainer` (openrlhf/actor_trainer.py): from the loss if a
+    step has one micro-batch, from Molt's recomputed log-probs in the first step on a rollout, otherwise from a forward
+    pass without gradient.
     """
 
     actor_loss_fn: Any
@@ -145,7 +146,7 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
             self.replay_buffer.before_update = self._before_update
 
     def policy_train(self, kl_ctl: float) -> dict[str, float]:
-        """Make Molt's pass over the replay buffer; adds `bapo/*`, `offpolicy/*` and the seconds that the rule cost."""
+        """Make Molt's pass over the replay buffer; adds `bapo/*`, `entropy/*`, `offpolicy/*` and the rule's seconds."""
         self._is_first_update, loss = True, self.actor_loss_fn
         status = super().policy_train(kl_ctl)
         if "policy_loss" not in status:  # too few samples for an optimizer step
@@ -175,7 +176,7 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         return status
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:
-        """Say for each micro-batch whether it is the last one of its optimizer step, as `policy_train` cuts them."""
+        """Say for each micro-batch whether it is the last of its optimizer step, as `policy_train` makes the steps."""
         if self.args.train.dynamic_batch_enable:
             return [bool(end) for end in self.replay_buffer.dynamic_optimizer_step]
         size = num_micro_batches if self.args.train.force_on_policy else self.strategy.accumulated_gradient
@@ -205,7 +206,7 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         mm_inputs = {}
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
-        self.actor.eval()  # training_step puts it back
+        self.actor.eval()  # training_step switches back to training
         self._ratio_forward_timers.append(timer := Timer())
         with timer:
             found = self.actor(
@@ -241,7 +242,7 @@ def _saved_rule(*checkpoint: str) -> Path:
 
 
 def resolve_flags(values: dict) -> None:
-    """Check Molt's flags against ours, and fill in what the ratio against the engine's log-probs needs, in place.
+    """Check Molt's flags against ours; set, in place, the flags that a ratio against the engine's log-probs needs.
 
     Args:
         values: flags by name, with dots. Without `--policy_loss` nothing is changed.
@@ -294,6 +295,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from openrlhf_bapo import molt  # whose classes Ray's workers find by name, unlike those of __main__
+    from openrlhf_bapo import molt  # Ray's workers find its classes by name, but not those of __main__
 
     molt.main()

@@ -4,9 +4,9 @@
 
     trainer = BapoGRPOTrainer(model, reward_funcs, args=GRPOConfig(...), train_dataset=..., bapo="paper")
 
-TRL's loss clips to [1 - epsilon_low, 1 + epsilon_high] and reads both from the trainer after its forward pass, so it is
-enough to set them there. Then it reads advantages and old log-probs from its inputs: a rule that gives weights puts w A
-and a ratio of 1 into a copy of them.
+TRL's loss clips to [1 - epsilon_low, 1 + epsilon_high]. It reads both epsilons from the trainer after its forward pass,
+so the trainer sets them at the end of that pass. The loss then reads advantages and old log-probs from its inputs. For
+a rule that gives weights, the trainer puts w A and a ratio of 1 into a copy of the inputs.
 """
 
 import inspect
@@ -34,7 +34,7 @@ SAVED_RULE = "clip_rule"
 """The folder of the rule's state in a checkpoint."""
 
 MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "dapo": "update"}
-"""The losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
+"""TRL's losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
 
 
 class ClipRuleTrainer(_BaseTrainer):
@@ -55,9 +55,9 @@ class ClipRuleTrainer(_BaseTrainer):
         """Tally a micro-batch that the loss is about to train on; returns its lower and upper bounds, and its weights.
 
         Args:
-            tokens: of the micro-batch, [samples, tokens].
+            tokens: the tokens of the micro-batch, [samples, tokens].
             staleness: versions between the policy that generated a token and the current one, the same shape.
-            optimizer_steps: likewise.
+            optimizer_steps: optimizer steps between these two policies, the same shape.
         """
         rule = self.clip_rule
         if not rule.needs_tally_first:
@@ -110,7 +110,7 @@ def refuse(checks: Iterable[tuple[str, object, bool, str]]) -> None:
     """Raise ValueError for the first setting that is not allowed.
 
     Args:
-        checks: for each setting its name, its value, whether it is allowed, and what is.
+        checks: for each setting its name, its value, whether the value is allowed, and the allowed values.
     """
     for name, value, is_allowed, allowed in checks:
         if not is_allowed:
@@ -120,18 +120,19 @@ def refuse(checks: Iterable[tuple[str, object, bool, str]]) -> None:
 class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
     """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
-    Logs `bounds_metrics` (core/bounds_metrics.py) and the metrics of `EntropyRule` of each optimizer step, and of
-    `offpolicy_metrics` those without versions: TRL generates with the policy that training on the generation starts
-    from. Checkpoints have the state of a rule that follows earlier steps.
+    For each optimizer step it logs `bounds_metrics` (core/bounds_metrics.py), the metrics of `EntropyRule`, and
+    `offpolicy_metrics` without staleness: TRL generates with the policy that training on the generation starts from.
+    Checkpoints have the state of a rule that follows earlier steps.
 
     Args:
         bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
-            needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step
-            (none where TRL keeps no log-probs of the behavior policy: every ratio is 1 then). With smoothing or a
-            half-life, the rule follows the optimizer steps before and needs no forward pass.
+            needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step.
+            It takes none if TRL keeps no log-probs of the behavior policy, because every ratio is then 1. With
+            smoothing or a half-life, the rule follows earlier optimizer steps and needs no forward pass.
 
     Raises:
-        ValueError: for a loss that has no ratio per token to bound, or that bounds it in its own way.
+        ValueError: if the loss has no ratio per token, bounds it itself, or cannot apply the rule's dual clip or
+            weights.
     """
 
     def __init__(self, *args: Any, bapo: ClipConfig | ClipRule | str, **kwargs: Any) -> None:
@@ -191,8 +192,8 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         return found
 
     def _weigh(self, inputs: dict, tokens: Tokens, weights: torch.Tensor) -> None:
-        """Let TRL's loss read w A and a ratio of 1, whose surrogate has the gradient of w A log pi."""
-        # TRL's off-policy mask goes by the old log-probs where there are none of the engine.
+        """Give TRL's loss w A and a ratio of 1. The gradient of its surrogate is then that of w A log pi."""
+        # If the engine gives no log-probs, TRL's off-policy mask uses the old ones, which are replaced below.
         inputs.setdefault("sampling_per_token_logps", tokens.behavior_log_probs)
         inputs |= {"advantages": weights * tokens.advantages, "old_per_token_logps": tokens.log_probs}
         self.epsilon_low, self.epsilon_high = 1.0, math.inf
@@ -224,7 +225,7 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
             return self._tokens(torch.zeros_like(inputs["completion_mask"], dtype=torch.float32), inputs)
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        names = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters  # what images need
+        names = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters  # the inputs for images
         others = {name: inputs[name] for name in names if name in inputs}
         num_kept = inputs["completion_ids"].size(1)
         log_probs, *_ = self._get_per_token_logps_and_entropies(model, ids, mask, num_kept, **others)

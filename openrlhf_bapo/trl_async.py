@@ -9,7 +9,7 @@ and the engine's rounding are both in it. Its loss clips between two fixed bound
 token without a limit (TRL's issue 6945; its pull request 7120 proposes other corrections). Here the bounds come from a
 rule, and the rule's dual clip is that limit.
 
-TRL's loss reads its inputs, calls the model once, and clips afterwards to the trainer's epsilons. A function stands for
+TRL's loss reads its inputs, calls the model once, and clips afterwards to the trainer's epsilons. A function replaces
 the model in that call. It gives the loss one log-prob per token, and sets the epsilons.
 """
 
@@ -29,24 +29,25 @@ from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
 from openrlhf_bapo.trl import ClipRuleTrainer, refuse
 
 VERSION = "sample/model_version"
-"""The metric of a sample that TRL hands from its queue to the collator, and logs: the version of its policy."""
+"""Name of a sample's metric with its policy version. TRL hands the metrics from its queue to the collator, and logs
+them."""
 
 
 class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
     Logs what `BapoGRPOTrainer` logs, and staleness in versions. A version is a weight transfer to the vLLM server. TRL
-    gives all samples of a prompt the version at which the first of them was requested, so a token that was generated
-    after a later transfer is less stale than its figure says. Its log-prob is always that of its own policy.
+    gives all samples of a prompt the version at which the first of them was requested. So a token that was generated
+    after a later transfer is less stale than logged. The log-prob is always that of the policy that generated it.
 
     Args:
         bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
             needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step.
-            With smoothing or a half-life, the rule follows the optimizer steps before and needs no forward pass. Its
-            dual clip limits the ratio of negative tokens. Where a rule has weights, TRL's metric `ratio` is their mean.
+            With smoothing or a half-life, the rule follows earlier optimizer steps and needs no forward pass. The
+            rule's dual clip limits the ratio of negative tokens. With weights, TRL's metric `ratio` is their mean.
 
     Raises:
-        ValueError: for sampling from another distribution than the one that the trainer computes log-probs of.
+        ValueError: if the engine samples from another distribution than that of the trainer's log-probs.
     """
 
     rollout_queue: Any
@@ -68,12 +69,12 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         if self.rollout_queue is not None:  # the main process
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
         self._window: list[dict] = []  # the micro-batches of the running optimizer step
-        self._num_trained = 0  # of them
+        self._num_trained = 0  # micro-batches of it
         self._published: dict[int, int] = {}  # version -> optimizer steps before it
 
     def get_train_dataloader(self) -> Any:
-        """Return TRL's, whose batches also have "model_version" [processes, samples]."""
-        # vLLM's default, raw log-probs, are of temperature 1.
+        """Return TRL's data loader, whose batches then also have "model_version" [processes, samples]."""
+        # vLLM returns raw log-probs by default, which are those of temperature 1.
         if self.args.temperature != 1 and isinstance(self.rollout_worker, AsyncRolloutWorker):
             self.vllm_client.wait_for_server_ready()
             mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
@@ -104,9 +105,9 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         return loss
 
     def _loss(self, model: torch.nn.Module, inputs: dict, change: Callable) -> torch.Tensor:
-        """Return TRL's loss of the log-probs that `change` makes of the model's, both [tokens]."""
+        """Return TRL's loss for `change(the model's log-probs)`; both log-probs are [tokens]."""
         selected = inputs["token_index"] >= 0
-        # Samples that begin alike share a position of the packed row, but each has its own token in the loss.
+        # Samples with a common prefix share positions of the packed row, but each has its own tokens in the loss.
         positions = inputs["token_index"][selected]
 
         def forward(**kwargs: Any) -> Any:
@@ -132,12 +133,12 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         return found[0]
 
     def _between_bounds(self, inputs: dict, log_probs: torch.Tensor) -> torch.Tensor:
-        """Set the bounds that TRL's loss clips to; returns the log-probs [tokens] that it takes."""
+        """Set the bounds that TRL's loss clips to; returns the log-probs [tokens] for the loss."""
         tokens = self._tokens(log_probs.detach(), inputs)
         is_token = tokens.weight > 0
         lower, upper, weights = self._tally_training(tokens, *self._ages(tokens, inputs))
         behavior_log_probs, advantages = tokens.behavior_log_probs[is_token], tokens.advantages[is_token]
-        if weights is not None:  # a ratio of w, whose surrogate has the gradient of w A log pi
+        if weights is not None:  # with a ratio of w, the surrogate's gradient is that of w A log pi
             self.epsilon_low, self.epsilon_high = 1.0, math.inf
             log_weights = weights[is_token].clamp(min=torch.finfo(log_probs.dtype).tiny).log()
             return behavior_log_probs + log_weights + (log_probs - log_probs.detach())
@@ -182,7 +183,7 @@ class _ForwardIsDone(Exception):
 
 
 class _VersionedQueue:
-    """TRL's queue of rollout samples, whose samples have their policy version among their metrics."""
+    """TRL's queue of rollout samples, which adds to each sample's metrics its policy version."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue

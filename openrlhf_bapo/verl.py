@@ -4,10 +4,9 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=bapo
     +actor_rollout_ref.actor.policy_loss.preset=paper
 
-verl makes that config in each worker before the worker's engine, and so imports this module there, which registers loss
-and engine. For a search, the engine runs the optimizer step's micro-batches once without gradient, and the loss only
-tallies them; the tallies of all data-parallel ranks give the bounds. Then verl makes its own optimizer step between
-them.
+Each worker makes that config before its engine. This imports the module, which registers loss and engine. For a search,
+the engine runs the optimizer step's micro-batches once without gradient, and the loss only tallies them. The tallies of
+all data-parallel ranks give the bounds. Then verl makes its own optimizer step between these bounds.
 """
 
 import math
@@ -36,7 +35,7 @@ from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
 VENDOR = "bapo"
-"""The vendor of our engine. Where a vendor has no engine, verl takes its own."""
+"""The vendor of our engine. For models and strategies without an engine of this vendor, verl uses its own engine."""
 
 
 @dataclass
@@ -48,16 +47,16 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     """
 
     preset: str = "readme"
-    """A preset of `ClipConfig.preset`. Where it has a dual clip, verl's `clip_ratio_c` has no effect."""
+    """A name for `ClipConfig.preset`. If the preset has a dual clip, verl's `clip_ratio_c` has no effect."""
 
     search: dict = field(default_factory=dict)
     """Fields of `ClipConfig`, in place of the preset's."""
 
     smoothing: dict | None = None
-    """Fields of `SmoothingConfig`: the bounds follow the optimizer steps before and need no forward pass."""
+    """Fields of `SmoothingConfig`: the bounds follow earlier optimizer steps and need no forward pass."""
 
     scope: str | None = None
-    """Whose tokens a search sees, those of an "update" or of a "micro_batch"; None: the preset's."""
+    """The tokens that a search uses: those of an "update" or of a "micro_batch"; None: the preset's scope."""
 
     rule: str | None = None
     """A rule's name in `RULES` (core/other_rules.py), in place of BAPO's; the settings above are then not allowed."""
@@ -112,7 +111,7 @@ class _Update:
         self.offpolicy_tally: OffPolicyTally | None = None
 
     def close(self) -> None:
-        """Close what was tallied, over all data-parallel ranks."""
+        """Close the rule's update with the tallies of all data-parallel ranks."""
         assert self.group is not None
         self.closed.append(self.rule.close_update(partial(ContributionTally.all_reduce, group=self.group)))
 
@@ -124,7 +123,7 @@ class _Update:
         self.offpolicy_tally = part if self.offpolicy_tally is None else self.offpolicy_tally + part
 
     def take_offpolicy_metrics(self) -> dict[str, float]:
-        """Return those of the step's tokens on all data-parallel ranks that need no staleness."""
+        """Return the step's off-policy metrics over all data-parallel ranks, without those that need staleness."""
         tally, self.offpolicy_tally = self.offpolicy_tally, None
         assert tally is not None  # the loss has tallied
         found = offpolicy_metrics(tally.all_reduce(self.group))
@@ -177,7 +176,7 @@ def compute_policy_loss_bapo(
     update.tally_offpolicy(tokens)
     weights = rule.weights(tokens)
     if weights is not None:
-        # At ratio 1 the surrogate of advantages w A has the gradient of w A log pi.
+        # At ratio 1, the surrogate's gradient with advantages w A is that of w A log pi.
         vars(config).update(clip_ratio_low=1.0, clip_ratio_high=math.inf)
         old, weighed = log_prob.detach(), weights * advantages
         loss, metrics = compute_policy_loss_vanilla(
@@ -186,7 +185,7 @@ def compute_policy_loss_bapo(
         kl = (old_log_prob - old).clamp(-20.0, 20.0)
         return loss, metrics | {"actor/ppo_kl": masked_mean(kl, response_mask).item()}
     lower, upper = rule.bounds(tokens)
-    # verl's config refuses to be changed by attribute.
+    # verl's config is frozen: it refuses to set an attribute.
     vars(config).update(clip_ratio_low=1 - lower, clip_ratio_high=upper - 1)
     return compute_policy_loss_vanilla(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
@@ -201,7 +200,7 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
     """
 
     _rule: ClipRule | None = None  # known from the first optimizer step on
-    _resumed: Path | None = None  # the state that the first optimizer step takes up
+    _resumed: Path | None = None  # the saved state that the next optimizer step loads
 
     def train_batch(self, data: TensorDict, loss_function: partial) -> dict:
         """Make verl's optimizer step, and close the rule's update before or after it, as the rule needs."""
@@ -232,7 +231,7 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
             save_rule(self._rule, _saved_rule(local_path))
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Load verl's checkpoint; the next optimizer step takes up the rule's state."""
+        """Load verl's checkpoint; the next optimizer step loads the rule's state."""
         super().load_checkpoint(local_path, *args, **kwargs)
         self._resumed = _saved_rule(local_path)
 
