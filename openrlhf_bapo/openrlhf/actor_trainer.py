@@ -27,14 +27,14 @@ from openrlhf_bapo.openrlhf.token_dump import TokenDump
 class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     """OpenRLHF's trainer of one data-parallel rank, with the clip rule that `--policy_loss` asks for.
 
-    The rule is closed once per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
+    The rule closes an update per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
     rule that needs the tally first gets it in one of three ways. With one micro-batch per step, the loss tallies the
-    ratios that it computes anyway. With more, the ratios come from a forward pass without gradient over the window. In
-    the first step after fresh rollouts without replay they need no forward pass: OpenRLHF has just computed the
-    log-probs with the same weights. gspo, which bounds each sequence's ratio, has no rule.
+    ratios that it computes anyway. With more, the ratios come from a forward pass without gradient over the window. The
+    first step after fresh rollouts without replay needs no forward pass: OpenRLHF has just computed the log-probs with
+    the same weights. gspo, which bounds each sequence's ratio, has no rule.
 
-    With every loss, a token whose log-prob, ratio or advantage is not finite counts only in its own metric, and an
-    update whose loss or gradient is not finite is skipped.
+    With every loss, a token whose log-prob, ratio or advantage is not finite counts only in
+    `offpolicy/nonfinite_tokens`, and an update whose loss or gradient is not finite is skipped.
     """
 
     actor_loss_fn: Any
@@ -71,10 +71,10 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Make OpenRLHF's pass over the replay buffer; adds `bapo/*`, averaged over optimizer steps, and `offpolicy/*`.
+        """Make OpenRLHF's pass over the replay buffer; add `offpolicy/*`, and `bapo/*` and `entropy/*` as step means.
 
         `offpolicy/optimizer_steps_taken` is the number of optimizer steps in this pass. `offpolicy/nonfinite_tokens`
-        and `offpolicy/updates_skipped` are logged with off-policy features, and wherever they are not 0.
+        and `offpolicy/updates_skipped` are logged with off-policy features, and whenever they are not 0.
 
         Raises RuntimeError on all ranks if more updates in a row are skipped than `--bapo.max_skipped_updates` allows,
         or if no token at all is finite.
@@ -101,7 +101,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return status
 
     def _rule_metrics(self, rule: ClipRule) -> dict[str, float]:
-        """Close the last update; return the metrics of all updates of this pass, and what the rule cost in seconds."""
+        """Close the last update; return the metrics of all updates of this pass, and the seconds that the rule took."""
         self.actor_loss_fn.close_update()
         metrics, seconds = self.actor_loss_fn.take_metrics(), self.actor_loss_fn.take_seconds()
         if rule.searches:
@@ -111,7 +111,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return metrics
 
     def training_step(self, experience: Experience, *args: Any, **kwargs: Any) -> dict:
-        """Make OpenRLHF's training step; the loss's hook learns how stale the tokens of the micro-batch are."""
+        """Make OpenRLHF's training step; keep the micro-batch for the loss's hook, which reads its staleness."""
         self._experience, engine = experience, self.actor.model
         num_updates, num_skipped = engine.global_steps, engine.skipped_steps
         status = super().training_step(experience, *args, **kwargs)
@@ -159,7 +159,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         behavior_log_probs, lower, upper = denominators, 1 - loss_fn.clip_eps_low, 1 + loss_fn.clip_eps_high
         if self._has_proximal_ratio and kwargs["rollout_log_probs"] is not None:
             behavior_log_probs = kwargs["rollout_log_probs"]
-            # The loss's ratio exceeds a bound where the ratio against the behavior policy exceeds this one.
+            # Where the loss's ratio exceeds a bound, the ratio against the behavior policy exceeds the shifted bound.
             shift = importance_ratio(denominators, behavior_log_probs)
             lower, upper = lower * shift, upper * shift
         tally = tally_offpolicy(
@@ -174,7 +174,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self._off_policy_tally = tally if self._off_policy_tally is None else self._off_policy_tally + tally
 
     def _num_steps(self) -> int:
-        """Count the optimizer steps of the engine, without skipped ones."""
+        """Count the optimizer steps of the engine, not counting skipped ones."""
         return self.actor.model.global_steps - self.actor.model.skipped_steps
 
     def _steps_taken(self) -> int:
@@ -231,7 +231,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         mm_inputs = {}
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
-        self.actor.eval()  # training_step puts it back
+        self.actor.eval()  # training_step switches back to training
         self._ratio_forward_timers.append(timer := Timer())
         with timer:
             return self.actor(
@@ -264,7 +264,7 @@ def _counting_global_steps(init_model_from_pretrained: Callable) -> Callable:
     @functools.wraps(init_model_from_pretrained)
     def init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init_model_from_pretrained(self, strategy, *args, **kwargs)
-        # The first steps that the actor sees are those after the checkpoint, and after the critic's alone.
+        # The actor's first step follows the checkpoint, and the steps that train the critic alone.
         saved = self.checkpoint_states.get("global_step", 0)
         self.trainer.global_step = max(saved, strategy.args.critic.freezing_steps + 1)
 

@@ -9,7 +9,7 @@ from openrlhf.trainer.ppo_utils import experience
 
 @dataclass
 class OffPolicyExperience(experience.Experience):
-    """Upstream's Experience with fields for off-policy training. Upstream's batching treats them by their role."""
+    """Upstream's Experience with fields for off-policy training. Upstream batches each field by its role ("step")."""
 
     versions: torch.Tensor = experience.tensor_field("step", default=None)
     """(B, A) integer: the policy version that generated each action token; 0 elsewhere."""

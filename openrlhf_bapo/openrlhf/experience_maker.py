@@ -29,7 +29,7 @@ _AGES = ("staleness", "optimizer_steps")
 
 
 class OffPolicyExperienceMaker(RemoteExperienceMaker):
-    """Upstream's experience maker, with the policy that generated each token in the ratio's denominator.
+    """Upstream's experience maker, with log-probs of the policy that generated each token as the ratio's denominator.
 
     Fresh samples are made as upstream does. With `--offpolicy.ratio_base rollout` the engine's log-probs then replace
     the recomputed ones in the denominator. With `auto` they do so for tokens of older versions.
@@ -38,7 +38,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     Advantages are relative to the group's own rewards, and the reference policy does not change. Values and returns
     (GAE) stay those of the rollout: new values would come from a critic that has since learned from these rewards.
     With `--offpolicy.objective decoupled` their denominators are recomputed too, by one forward pass of the actor. The
-    pool then keeps the engine's log-probs alone.
+    pool then keeps the engine's log-probs as denominators.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.unfinished: PartialPool | None = None
         """Under a token budget, the pool of unfinished responses after the last training step's rollout."""
         self.buffer: SampleBuffer | None = None
-        """Samples that wait for later training steps after the last one's rollout."""
+        """Samples that wait for later training steps after the last training step's rollout."""
         self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     def _recompute_denominators(self, samples: list[Experience], num_ranks: int) -> None:
         """Let the actor compute the log-probs of replayed samples with its current weights, as it did for fresh ones.
 
-        Every rank runs as many forward passes, over micro-batches of similar lengths in sum.
+        Every rank runs the same number of forward passes, over micro-batches of similar total length.
         """
         args = self.args
         longest_first = sorted(samples, key=lambda sample: int(sample.total_length), reverse=True)
@@ -193,7 +193,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         return metrics if self.pool is None else metrics | self.pool.metrics()
 
     def _num_replayed(self, pool: ReplayPool, num_fresh: int) -> int:
-        """Return how many groups to draw: as many as asked for and available that make whole optimizer steps."""
+        """Return how many groups to draw: as many as asked for and available, in whole optimizer steps if possible."""
         pool.sample(0, self.policy_version)  # drops expired groups
         most = min(round(self.args.replay.ratio * num_fresh), len(pool))
         size, batch_size = self.args.rollout.n_samples_per_prompt, self.args.train.batch_size

@@ -174,7 +174,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
     def _grow_on(
         self, engine: Any, group: Group, responses: list[Response], generate_kwargs: dict, finish: bool = False
     ) -> ray.ObjectRef:
-        """Call `grow_responses` of an engine actor for responses of a group; returns a reference to its pieces."""
+        """Call `grow_responses` of an engine actor for responses of a group; return Ray's reference to the pieces."""
         sampling_params = samples_generator.SamplingParams(
             temperature=generate_kwargs.get("temperature", 1.0),
             top_p=generate_kwargs.get("top_p", 1.0),

@@ -18,10 +18,10 @@ from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 def correction_weights(
     loss: PolicyLoss, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, action_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Return each token's weight by OpenRLHF's IS correction, as `PolicyLoss.forward` computes it inside.
+    """Return each token's weight by OpenRLHF's IS correction, as `PolicyLoss.forward` computes it.
 
     Args:
-        loss: its settings count; its level is not "off".
+        loss: gives the settings; its level is not "off".
         old_log_probs: [batch, actions], log-probs that the ratio is taken against.
         rollout_log_probs: [batch, actions], the engine's.
         action_mask: [batch, actions], 1 for the response's tokens.
@@ -31,7 +31,7 @@ def correction_weights(
     """
     low, high = loss.is_correction_threshold
     log_ratio = old_log_probs - rollout_log_probs
-    if loss.is_correction_mode == "clip":  # of tokens' ratios alone
+    if loss.is_correction_mode == "clip":  # OpenRLHF allows it only for token ratios
         return log_ratio.exp().clamp(low, high)
     p, q = (log_probs.exp().clamp(1e-6, 1 - 1e-6) for log_probs in (rollout_log_probs, old_log_probs))
     gated = {
@@ -129,7 +129,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             return super().forward(
                 log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info
             )
-        # At ratio 1 the surrogate of advantages w A has the gradient of w A log pi.
+        # At ratio 1, the surrogate's gradient with advantages w A is that of w A log pi.
         if rollout_log_probs is not None:  # IS correction stays old / rollout
             rollout_log_probs = rollout_log_probs + (log_probs.detach() - old_log_probs)
         loss, clip_ratio, _, vllm_kl, filtered = super().forward(

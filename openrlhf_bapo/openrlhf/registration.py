@@ -1,6 +1,6 @@
 """Puts our parts into OpenRLHF's modules, in every process that imports them.
 
-OpenRLHF has no registry. It looks up its parts by module-level name at run time. Functions of ours replace these names
+OpenRLHF has no registry. It looks up its parts by module-level name at run time. Our functions replace these names
 right after a module is imported. Heavy modules are imported only when OpenRLHF imports them.
 """
 
@@ -39,7 +39,7 @@ HEAVY = (
     "openrlhf.trainer.ray.ppo_critic",
     "openrlhf.trainer.ray.vllm_engine",
 )
-"""The modules with which a process has imported torch, DeepSpeed, vLLM and the rest of OpenRLHF."""
+"""After the import of one of these modules, a process has imported torch, DeepSpeed, vLLM and the rest of OpenRLHF."""
 
 _waiting: list[tuple[str, str, ModuleType]] = []
 """(our module, our function, upstream module) of the calls that wait until our module is imported."""
@@ -59,8 +59,8 @@ def register() -> None:
 def _spare_imports_the_collector() -> None:
     """Keep Python's garbage collector out of the imports that follow.
 
-    They make a million objects, which stay. Whenever these have grown by a quarter, Python would look through all of
-    them for garbage, which takes a fifth of the imports' time, and with every later look as long again.
+    The imports make a million objects, which stay. Whenever their number has grown by a quarter, Python would search
+    all of them for garbage, which takes a fifth of the imports' time. Every later search would take as long again.
     """
     if "vllm" in sys.modules:  # an engine's process, which has imported everything
         return

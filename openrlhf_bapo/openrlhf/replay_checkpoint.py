@@ -4,7 +4,7 @@ A checkpoint CKPT_PATH/_actor/TAG comes with
 
     CKPT_PATH/_replay/TAG     the replay pool, with `--replay.ratio`
     CKPT_PATH/_partial/TAG    unfinished responses, with `--partial.token_budget` or `--offpolicy.lag`
-    CKPT_PATH/_buffer/TAG     samples that wait, with `--rollout.vllm_generate_batch_size`
+    CKPT_PATH/_buffer/TAG     waiting samples, with `--rollout.vllm_generate_batch_size`
     CKPT_PATH/_rule/TAG       the clip rule's average over updates, with `--bapo.smoothing`, `--m2.half_life` or
                               `--balanced.half_life`
 
@@ -42,7 +42,7 @@ def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None
 
 
 def fingerprint(args: Namespace) -> dict[str, str]:
-    """Return what a saved pool must share with a run: model and tokenizer, by content if they are local files."""
+    """Return the properties that a saved pool and a run must share: model and tokenizer, by content if local."""
     model = args.actor.model_name_or_path
 
     def digest(name: str) -> str:
@@ -105,12 +105,12 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
 
 
 def _version_shift(state: dict) -> int:
-    """Return what versions in the saved run's engines have to be shifted by for those of the resumed run's engines."""
+    """Return the number to add to versions of the saved run's engines to get versions of the resumed run's engines."""
     return state["version_offset"] - (state["policy_version"] - 1)
 
 
 def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleBuffer, dict] | None:
-    """Load the samples that wait as `load_saved_pool` does, with versions shifted to the resumed engines' count.
+    """Load the waiting samples as `load_saved_pool` does, with versions shifted to the resumed engines' count.
 
     Raises:
         SavedStateError: if they cannot be used, or if they would be lost because of a token budget or a lag.
@@ -192,7 +192,7 @@ def _saved_tags(args: Namespace) -> list[str]:
 def missing_file(folder: Path) -> str:
     """Return the pattern of a rank's file that a checkpoint of DeepSpeed lacks; "" if none is missing.
 
-    Rank 0 writes `latest` also where another rank's node has lost the folder.
+    Rank 0 writes `latest` even if another rank's node has lost the folder.
     """
     for kind in ("optim_states", "model_states"):
         files = sorted(folder.glob(f"*zero_pp_rank_*_{kind}.pt"))
@@ -286,7 +286,7 @@ def load_clip_rule(args: Namespace, tag: str | None = None) -> dict[str, torch.T
 
 
 def _rule_fingerprint(args: Namespace) -> dict[str, str]:
-    """Return all settings of the clip rule but the half-life, which may change."""
+    """Return the settings of the clip rule that must not change in a resumed run. The half-life may change."""
     name = args.policy_loss
     settings = (*SEARCH_FIELDS, "smoothing_of") if name == "bapo" else default_settings(name).keys() - {"half_life"}
     values = {f"--{name}.{setting}": str(getattr(getattr(args, name), setting)) for setting in sorted(settings)}
@@ -325,7 +325,7 @@ def load_pools(trainer: Any) -> None:
 
 
 def load_into_generator(actor: Any) -> None:
-    """Restore unfinished responses or samples that wait in async training's `GenerateSamplesActor` of a resumed run."""
+    """Restore unfinished responses or waiting samples in a resumed run's `GenerateSamplesActor` (async training)."""
     if (loaded := load_unfinished(actor.args)) is not None:
         actor.samples_generator.take_up(loaded[0])
     if (waiting := load_sample_buffer(actor.args)) is not None:

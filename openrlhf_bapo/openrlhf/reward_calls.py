@@ -27,9 +27,9 @@ from openrlhf.utils.logging_utils import init_logger
 logger = init_logger(__name__)
 
 FAILED_REWARD = "reward_failure"
-"""Key in a response's `extra_logs`, OpenRLHF's only field for it, if the response has no reward. The value is the
+"""Key in the `extra_logs` of a response without a reward; OpenRLHF has no other field for the cause. The value is the
 `RewardFault` as text, for example "timeout: reward.py: reward_func has not returned within 300 s". Saved unfinished
-responses have it too."""
+responses have this key too."""
 
 KINDS = (
     *("unreachable", "timeout", "http_status", "exception"),  # no answer
@@ -167,7 +167,7 @@ async def _post(url: str, data: dict, timeout: float) -> str:
 
 
 class Caller:
-    """Calls a reward function in threads. A thread that exceeds the time limit is not waited for."""
+    """Calls a reward function in threads. It does not wait for a thread that exceeds the time limit."""
 
     def __init__(self) -> None:
         # One semaphore for each event loop, like asyncio.to_thread's pool. An engine has one event loop.

@@ -55,7 +55,7 @@ def save_when_a_rollout_fails(trainer: type[Any]) -> None:
 
 
 def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -> None:
-    """Do the same in async training, after the batches in the queue have been trained on.
+    """Do the same in async training, after the trainer has trained on the batches in the queue.
 
     The two actors tell each other through OpenRLHF's queues. At the end, the generator puts "done" into the queue of
     rollouts, which ends the trainer's `fit`, and then one value more: True if all rollouts succeeded, and False if one
@@ -100,7 +100,7 @@ def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -
 def _saving_last_step(trainer: type[Any]) -> Callable:
     """Record the trainer's last step, and return a function that saves it unless it has been saved.
 
-    Its argument `changes` maps the step's client states to the entries that replace some of them.
+    That function's argument `changes` maps the step's client states to the entries that replace some of them.
     """
     save = trainer.save_logs_and_checkpoints
 

@@ -41,7 +41,7 @@ class SampleBuffer:
 
     def experiences(self) -> "list[Experience]":
         """Return the samples as `of` received them."""
-        from openrlhf.trainer.ppo_utils.experience import Experience  # slow; flags are checked before it
+        from openrlhf.trainer.ppo_utils.experience import Experience  # a slow import, which must follow flag checks
 
         found = []
         for tensors, texts in zip(self.tensors, self.texts, strict=True):

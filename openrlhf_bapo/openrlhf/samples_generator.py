@@ -226,5 +226,5 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
 
 
 def _first(value: Any) -> Any:
-    """Return a logged value. A reward server returns it as a list of one."""
+    """Return a logged value, which a reward server gives as a list of one value."""
     return value[0] if isinstance(value, list) else value

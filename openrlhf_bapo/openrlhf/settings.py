@@ -1,4 +1,4 @@
-"""Our settings in OpenRLHF's parsed arguments, as the seams read them."""
+"""Reads our settings from OpenRLHF's parsed arguments."""
 
 from argparse import Namespace
 from dataclasses import fields
@@ -10,12 +10,12 @@ TOKEN_WEIGHTS = ("none", "rollout_prob")
 
 
 def is_off_policy(args: Namespace) -> bool:
-    """Say whether samples must know their versions and the engine's log-probs; `args` as OpenRLHF nests them."""
+    """Say whether samples need policy versions and the engine's log-probs; `args` as OpenRLHF nests them."""
     return args.offpolicy.ratio_base is not None
 
 
 def is_decoupled(args: Namespace) -> bool:
-    """Say whether IS correction weighs a ratio against the policy that a training step starts from."""
+    """Say whether the ratio is against the policy that a training step starts from, weighted by IS correction."""
     return args.offpolicy.objective == "decoupled"
 
 

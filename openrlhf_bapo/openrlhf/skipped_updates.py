@@ -41,7 +41,7 @@ def skip_updates_that_are_not_finite(engine: DeepSpeedEngine) -> None:
 
 
 def with_its_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """Return the same loss, with a gradient of NaN if the loss is not finite, so that one check covers both."""
+    """Return the same loss, with a NaN gradient if the loss is not finite. The check of gradients then covers both."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 

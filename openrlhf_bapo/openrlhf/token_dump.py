@@ -5,7 +5,7 @@ an equal share of the fresh and of the replayed samples. A row is a token:
 
     global_step, update    the training step, and the number of its optimizer steps before this one
     sample, position       number of the sample in the order of rank 0's training, and position in the response
-    ratio                  importance ratio that the loss clips: against the behavior policy, or with the decoupled
+    ratio                  the importance ratio that the loss clips: against the behavior policy, or under the decoupled
                            objective against the policy that the training step starts from
     probability, entropy   probability of the token under the trained policy, and entropy of its distribution (nats)
     advantage

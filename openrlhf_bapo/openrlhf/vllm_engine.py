@@ -157,9 +157,9 @@ async def generate_responses(
 
     Args:
         prompt: a `PlacedPrompt`, or the text alone for a prompt that has no place.
-        label: as in upstream's method, like all arguments below that are not explained otherwise.
-        sampling_params: if its `seed` is set, every response gets its own seed, which follows from this one, the
-            prompt's place and the number of the response.
+        label: as in upstream's method.
+        sampling_params: as in upstream's method. If its `seed` is set, every response gets its own seed, which follows
+            from this one, the prompt's place and the number of the response.
         max_length: maximum length of prompt and response together, in tokens.
         hf_tokenizer: the model's tokenizer.
         num_samples: number of responses to generate.
@@ -263,12 +263,12 @@ async def grow_responses(
     """Let responses to a prompt grow by at most `budget` tokens each. Responses that are then complete get a reward.
 
     Args:
-        prompt: with the key of its group as the place.
-        label: as in `generate_responses`, like the arguments below.
-        sampling_params: if its `seed` is set, every piece gets its own seed.
+        prompt: the prompt, with the key of its group as its place.
+        label: as in `generate_responses`.
+        sampling_params: as in `generate_responses`, but every piece gets its own seed.
         max_length: maximum length of prompt and response together, in tokens.
         hf_tokenizer: the model's tokenizer.
-        kept_tokens: by the number of the response, its tokens so far; [] for a new response.
+        kept_tokens: the tokens so far of each response, by its number; [] for a new response.
         budget: the maximum number of new tokens per response, at least 1.
         finish: whether to end the responses where they are, as truncated, without new tokens.
 

@@ -12,7 +12,7 @@ import torch
 
 
 def hold_the_ranks_port(launcher: ModuleType) -> None:
-    """Keep the port on which a model's ranks meet bound until they meet.
+    """Hold the port on which a model's ranks will meet, so that no other process takes it.
 
     OpenRLHF finds a free port and closes it when the first rank starts. The ranks bind it half a minute later. If
     another process takes the port in between, the run ends with "address already in use".
@@ -71,8 +71,8 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
 def end_with_the_actor(_: ModuleType) -> None:
     """End an engine's process when the Ray actor that started it has ended for any reason, and not before.
 
-    Otherwise vLLM 0.29's engine process continues without the actor and keeps its memory (its issue 55510), and ends
-    at a terminal's Ctrl-C, which Ray's own processes leave to the command.
+    Otherwise vLLM 0.29's engine process continues without the actor and keeps its memory (vLLM's issue 55510). It also
+    ends at a terminal's Ctrl-C, which Ray's own processes leave to the command.
     """
     actor = multiprocessing.parent_process()
     if actor is None or "RAY_JOB_ID" not in os.environ:

@@ -69,7 +69,7 @@ def adapt_flags(args: Namespace) -> None:
     for name, value in {
         "vllm.sync_backend": "gloo",  # there is no NCCL
         "vllm.enforce_eager": True,  # there are no CUDA graphs
-        "vllm.enable_sleep": False,  # sleep frees GPU memory for whoever shares the GPU
+        "vllm.enable_sleep": False,  # sleep frees GPU memory for other processes
         "ds.enable_sleep": False,
     }.items():
         if values[name] != value:
