@@ -36,13 +36,13 @@ _LINES_AT_FAILURE = 10
 
 
 class Pieces:
-    """Joins lines of metrics that Ray cut in two. It prints what an actor has written so far as a line of its own."""
+    """Joins lines of metrics that Ray cut in two. Ray prints the unfinished line of an actor as a separate line."""
 
     def __init__(self) -> None:
         self._cut: dict[str, str] = {}  # by actor
 
     def join(self, line: str) -> str:
-        """Return the next line of a run's output, after the part of it that the same actor's last line ended with."""
+        """Return a line of a run's output, joined to the same actor's last line if Ray has cut that line in two."""
         if not (actor := _ACTOR.match(line)):
             return line
         if before := self._cut.pop(actor[1], ""):

@@ -71,8 +71,8 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
     The column "fate" is an index into `FATES`, and "quadrant" into `QUADRANTS`. "entropy_change" is the token's part in
     the change of entropy that the Entropy-Clip Rule predicts (core/entropy_rule.py), per unit of learning rate, at
-    weight r. Dual clip counts in both ranges, since a run with a fixed range would
-    use it too. Tokens with advantage 0, or without a finite ratio and entropy, are left out.
+    weight r. Dual clip counts in both ranges, since a run with a fixed range would use it too. Tokens with advantage 0,
+    or without a finite ratio and entropy, are left out.
     """
     # Compare in the precision of the ratio, as the loss does.
     ratio, advantage = tokens["ratio"], tokens["advantage"]
@@ -100,8 +100,8 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
     Returns:
         Rows with "sign", "by" ("ratio", "fate" or "quadrant"), "group" (the bin as LOW-HIGH, or a name in `FATES` or
         `QUADRANTS`), "num_tokens", "fraction" (of the sign's tokens), the means "entropy" (nats) and "probability",
-        "entropy_error" (standard error), and the sum "entropy_change".
-        Means of no token, and errors of fewer than two, are NaN.
+        "entropy_error" (standard error), and the sum "entropy_change". The means of a group without tokens are NaN, and
+        so is the error of a group with fewer than two.
     """
     rows = []
     for sign, tokens in signs.items():

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     After any other failure, the last lines on stderr name the cause and what is saved. The exit code is then 1, 143
     after SIGTERM, or 130 after Ctrl-C.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background commands without one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background commands ignore SIGINT
     values: dict[str, Any] = {}
     signals: list[int] = []
     failures: list[BaseException] = []
@@ -64,9 +64,9 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
 
 
 def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[BaseException]) -> None:
-    """Let OpenRLHF's `ray.init`, which follows its own checks, register our parts in every worker.
+    """Let OpenRLHF's `ray.init`, which runs after OpenRLHF's own checks, register our parts in every worker.
 
-    From then on `signals` gets the number of each signal. A cluster that cannot run it is refused.
+    From then on `signals` gets the number of each signal. A cluster that cannot run the command is refused.
     """
     import ray
     import torch

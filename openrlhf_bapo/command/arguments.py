@@ -32,7 +32,7 @@ def run_upstream(
         argv: OpenRLHF's flags and ours; a mistake ends the process with one line and exit code 2.
         prepare: called with the parsed arguments, flat, after our checks and before OpenRLHF's.
         start: called after OpenRLHF's checks, before it starts Ray.
-        depth: of our checks, as in `checks.check`.
+        depth: how far our checks go, as in `checks.check`.
     """
     ours = check_flags(argv)
     early = checks.load_early(ours) if depth >= checks.FILES else []
@@ -101,7 +101,7 @@ def parse(argv: list[str], depth: int = checks.FLAGS) -> argparse.Namespace:
 
     Args:
         argv: OpenRLHF's flags and ours.
-        depth: of our checks, as in `checks.check`.
+        depth: how far our checks go, as in `checks.check`.
 
     Returns:
         The arguments as OpenRLHF nests them.

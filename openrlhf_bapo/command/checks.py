@@ -112,7 +112,7 @@ _REWARD_SOURCES = {
     "timeout": ["reward.remote_url"],
     "max_drop_rate": ["reward.remote_url", "train.agent_func_path"],
 }
-"""The flags of which one must be given, by flag of --reward_fault."""
+"""For each flag of --reward_fault, the flags of which one must be given."""
 
 _PACKAGES = {
     "logger.wandb.key": "wandb",
@@ -121,7 +121,7 @@ _PACKAGES = {
     "ds.use_liger_kernel": "liger_kernel",
     "ds.load_in_4bit": "bitsandbytes",
 }
-"""Packages that a flag needs and that OpenRLHF's installation may lack."""
+"""Packages that flags need, by flag. OpenRLHF's installation may lack them."""
 
 _REWARDS = "a reward-function file (.py), or HTTP URLs, comma-separated"
 
@@ -221,7 +221,7 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
 
 
 def _say_what_the_ratio_is_against(values: dict, args: Namespace, given: set[str]) -> None:
-    """Warn if the ratio hides staleness, and if it is not OpenRLHF's although no flag asks for another one."""
+    """Warn if the ratio hides staleness, or differs from OpenRLHF's without a flag that asks for that."""
     source, level = source_of_staleness(values), args.algo.advantage.is_correction_level
     if args.offpolicy.objective == "decoupled":
         return
@@ -281,7 +281,7 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
 def load_early(args: Namespace) -> list[LoadedFile]:
     """Start to load the command's reward-function or agent file, so that its imports run beside OpenRLHF's.
 
-    A wrong file is left to `check`. The caller must `end` the loaded files.
+    `check` refuses a wrong file. The caller must `end` the loaded files.
 
     Args:
         args: from `check_flags`.
@@ -292,7 +292,7 @@ def load_early(args: Namespace) -> list[LoadedFile]:
 
 
 def _start_loading(agent: str | None, reward: str | None, early: Iterable[LoadedFile] = ()) -> Iterable[LoadedFile]:
-    """Start to load the reward-function or agent file, if one is given; refuse a value that is no file and no URL."""
+    """Start to load the reward-function or agent file, if one is given; refuse a value that is neither file nor URL."""
     if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
         what = "--train.agent_func_path", agent, "AgentExecutor"

@@ -29,7 +29,7 @@ PATIENCE = 300.0
 def check_nodes(args: Namespace) -> None:
     """End a run if another node lacks this package, has another copy of it, or does not see the checkpoints' folder.
 
-    The end is one line and exit code 2.
+    The run ends with one line and exit code 2.
 
     Args:
         args: flat, names with dots.
@@ -53,7 +53,7 @@ def check_nodes(args: Namespace) -> None:
         for address, answer in asked.items():
             try:
                 theirs, sees = ray.get(answer, timeout=PATIENCE)
-            except Exception as error:  # of any kind, because it is raised by what the node has in the package's place
+            except Exception as error:  # of any kind, because the node may have any other package in this one's place
                 cause = str(error).strip().splitlines()[-1].strip()
                 exit_with_one_line(f"node {address}: openrlhf-bapo does not start there ({cause}); {_REMEDY}")
             if theirs != ours:
@@ -77,14 +77,14 @@ def describe_package() -> str:
 
 
 def _look(file: str) -> tuple[str, bool]:
-    """Return what this node has in the package's place, and whether it sees a file."""
+    """Return this node's version and checksum of the package, and whether the node sees a file."""
     return describe_package(), os.path.exists(file)
 
 
 def wait_for_room(args: Namespace) -> None:
-    """End a run that asks for more GPUs than the cluster has; tell what the run waits for if others use them.
+    """End a run that asks for more GPUs than the cluster has. If others use the GPUs, report what the run waits for.
 
-    The end is one line and exit code 2. The waiting is told by a thread, until the first step begins.
+    The run ends with one line and exit code 2. A thread reports the waiting until training begins.
 
     Args:
         args: flat, names with dots.
@@ -136,7 +136,7 @@ def _describe(groups: dict[str, int], waiting: list[str]) -> str:
 
 
 def _without_resources() -> dict[str, str]:
-    """Return what this Ray job asked for and the cluster has not granted: names by id."""
+    """Return the requests of this Ray job that the cluster has not granted: names by id."""
     import ray
     from ray._private.state import actors
     from ray.util import placement_group_table

@@ -169,9 +169,9 @@ def reward_endpoints(reward: str | None) -> list[str]:
 
 
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
-    """Describe model, data and reward, so that a resume can compare them: by place, and by content if they are local.
+    """Describe model, data and reward by place, and by content if they are local, so that a resume can compare them.
 
-    A model is described by the names, sizes and times of its files, which a continued training changes.
+    For a local model, names, sizes and times of its files stand for its content. They change if its training continues.
     """
     folder = Path(model)
     described = model
@@ -459,7 +459,7 @@ def generate(
 
 
 def describe_response(response: dict, tokenizer: Any) -> dict:
-    """Convert a response of OpenRLHF's engines to its line: text, num_tokens, truncated, reward, answer.
+    """Convert an engine's response to an entry of responses.jsonl: text, num_tokens, truncated, reward, answer.
 
     The reward is None if the reward function failed or returned a non-finite number.
     """

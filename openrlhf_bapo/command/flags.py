@@ -17,7 +17,7 @@ RATIO_BASES = ("auto", "recomputed", "rollout")
 OBJECTIVES = ("behavior", "decoupled")
 
 _CORRECTION_CAP = 2.0
-"""With `--offpolicy.objective decoupled`, a token's highest weight."""
+"""Highest weight of a token with `--offpolicy.objective decoupled`."""
 
 _UNCUT = 2**31 - 1
 """A token budget that no response can use up."""
@@ -213,7 +213,7 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
     is_logged = policy_loss in ("bapo", *RULES) or values["bapo.dump_tokens"]
     if is_logged and values.get("actor.entropy_coef") is None:
-        values["actor.entropy_coef"] = 0.0  # log the entropy, which a clip rule is there to keep; no bonus
+        values["actor.entropy_coef"] = 0.0  # logs the entropy, which a clip rule should keep; no bonus
 
 
 def _check_run(values: dict) -> None:
@@ -258,15 +258,16 @@ def _check_lag(values: dict) -> None:
 
 
 def _fill_in_lag(values: dict) -> None:
-    """Make a lag a token budget that is never used up: its rollouts wait like unfinished responses."""
+    """Turn a lag into a token budget that is never used up. Its rollouts then wait like unfinished responses."""
     if lag := values["offpolicy.lag"]:
         values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
 
 
 def _fill_in_decoupled(values: dict, policy_loss: str, given_names: Set[str]) -> None:
-    """Make the objective of a ratio against the recomputed log-probs and OpenRLHF's IS correction, as far as not given.
+    """Fill in the parts of the objective that are not given: recomputed log-probs in the ratio, and IS correction.
 
-    Both are refused on stale data alone: one hides staleness, the other is for a ratio that hides it.
+    With a clip rule on stale data, either part alone is refused: the ratio hides staleness, and the correction is for
+    such a ratio.
     """
     flag = "--offpolicy.objective decoupled"
     if policy_loss in ("gspo", "topr", "balanced"):
@@ -350,7 +351,7 @@ def _check_off_policy(values: dict, policy_loss: str) -> None:
 
 
 def _check_settings(kind: type, values: dict, group: str) -> None:
-    """Check the flags of a group by making the settings of which they are the fields."""
+    """Check the flags of a group by constructing its settings, whose fields are these flags."""
     try:
         kind(**{field.name: values[f"{group}.{field.name}"] for field in fields(kind)})
     except ValueError as error:

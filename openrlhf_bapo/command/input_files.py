@@ -1,7 +1,7 @@
 """Checks of the files that a command names, before Ray starts.
 
 Data files are checked by their rows, models by the files in their folder, reward functions and agents by loading them.
-These checks know a command only by the flag that names the file.
+These checks get only the flag that names the file, not the whole command.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def listed(names: str | None) -> list[str]:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name may be one on the hub: OWNER/NAME, or NAME."""
+    """Return whether a name may be on the hub: OWNER/NAME, or NAME."""
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
 
 
@@ -147,7 +147,7 @@ def _json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
 
 
 def json_value(text: str, where: str) -> Any:
-    """Parse one line; FlagError if it is not JSON."""
+    """Parse one line; raise FlagError if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -287,7 +287,7 @@ def _check_weights(where: str, folder: Path) -> None:
 
 
 def _check_safetensors(where: str, file: Path) -> None:
-    """Refuse a file whose size is not the one that its header gives."""
+    """Refuse a file whose size differs from the size in its header."""
     size = file.stat().st_size
     try:
         with open(file, "rb") as stream:
@@ -323,10 +323,10 @@ class LoadedFile:
         )
 
     def finish(self) -> None:
-        """Wait until it is loaded.
+        """Wait until the file is loaded.
 
         Raises:
-            FlagError: if it cannot be, or takes too long.
+            FlagError: if the file cannot be loaded, or takes longer than `LOAD_LIMIT`.
         """
         flag, file, name = self.what
         where, allowed = f"{flag} {file}", f"allowed: a file that defines {name}"
@@ -342,7 +342,7 @@ class LoadedFile:
         raise FlagError(f"{where}: cannot be loaded ({reason}); {allowed}")
 
     def end(self) -> None:
-        """End its processes, if any are left; a second call does nothing."""
+        """End the file's processes, if any are left; a second call does nothing."""
         if self._errors.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -357,7 +357,7 @@ def try_file(flag: str, file: str, name: str) -> None:
     An engine would wait forever for a file that cannot be loaded.
 
     Raises:
-        FlagError: if it cannot be loaded, does not define it, or takes longer than `LOAD_LIMIT`.
+        FlagError: if the file cannot be loaded, does not define `name`, or takes longer than `LOAD_LIMIT`.
     """
     loading = LoadedFile(flag, file, name)
     try:
@@ -367,7 +367,7 @@ def try_file(flag: str, file: str, name: str) -> None:
 
 
 def check_python_file(flag: str, file: str, allowed: str) -> None:
-    """Refuse a file that is missing or not Python; FlagError."""
+    """Raise FlagError for a file that is missing or not Python."""
     if not Path(file).is_file():
         raise FlagError(f"{flag} {file}: no such file; allowed: {allowed}")
     if not file.endswith(".py"):

@@ -28,7 +28,7 @@ def catch_signals(came: list[int], failures: list[BaseException], finishes_step:
 
     Args:
         came: the list that gets the number of each signal.
-        failures: the list that gets the reason of such an end.
+        failures: the list that gets an exception if the run ends before its training.
         finishes_step: `--ckpt.on_interrupt`; without it, the first signal ends the run at once.
     """
 
@@ -61,7 +61,7 @@ def leave_signals() -> None:
 
 
 def watch_engines(engines: list, failures: list[BaseException]) -> None:
-    """Let an engine that does not start end the run, whose actors would otherwise wait for it forever.
+    """End the run if an engine does not start. The run's actors would otherwise wait for the engine forever.
 
     Args:
         engines: the list that gets the engines' handles.

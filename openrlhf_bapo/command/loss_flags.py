@@ -38,9 +38,9 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
     """Add the flags of the policy loss and its clip rule. The default None means "not given".
 
     Args:
-        parser: of the framework's command.
-        others: the framework's own losses, which `--policy_loss` may also be.
-        default: what it is if it is not given, for `--help`.
+        parser: the parser of the framework's command.
+        others: the framework's own losses, which `--policy_loss` also allows.
+        default: text for `--help` that says which loss is used without `--policy_loss`.
 
     Returns:
         The group of `--bapo.*`.
@@ -125,7 +125,7 @@ def resolve_loss_flags(values: dict, policy_loss: str) -> None:
 
     Args:
         values: flags by name, with dots. Those of the framework may be missing.
-        policy_loss: as resolved.
+        policy_loss: the loss of the run.
 
     Raises:
         FlagError: at the first mistake.
@@ -155,12 +155,12 @@ def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
 
 
 def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
-    """Check the flags of the rules of other methods, and fill in those of the chosen one.
+    """Check the flags of the rules of other methods, and fill in those of the chosen rule.
 
     Args:
         values: all flags.
-        policy_loss: as resolved.
-        given: the given flags of `--bapo.*`; "discard_saved" leaves them if the rule has an average to discard.
+        policy_loss: the loss of the run.
+        given: the given flags of `--bapo.*`; "discard_saved" is removed if the rule has an average to discard.
     """
     for name in RULES:
         settings = {setting: values[f"{name}.{setting}"] for setting in default_settings(name)}

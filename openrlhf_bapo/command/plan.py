@@ -220,7 +220,7 @@ def warn_of_small_disks(args: Namespace) -> None:
 
 
 def training_setup(args: Namespace) -> TrainingSetup:
-    """Return how `args` train the actor."""
+    """Return the actor's training setup from `args`."""
     if args.train.dynamic_batch_enable:
         size = args.ds.ring_attn_size * args.ds.tensor_parallel_size
         train_tokens, forward_tokens = (
@@ -253,7 +253,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
 
 
 def engine_setup(args: Namespace) -> EngineSetup:
-    """Return how `args` run the rollout engines."""
+    """Return the setup of the rollout engines from `args`."""
     return EngineSetup(
         max_len=args.data.max_len,
         tensor_parallel_size=args.vllm.tensor_parallel_size,
@@ -320,9 +320,9 @@ def _num_optimizer_steps(args: Namespace) -> int:
 def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Count the optimizer steps in a training step that need a forward without gradient over all their tokens first.
 
-    With `--bapo.scope update`, m2 and balanced these are the steps of several micro-batches. The first step after fresh
-    rollouts needs no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`).
-    With `--bapo.smoothing` or a half-life no step needs one.
+    With `--bapo.scope update`, m2 and balanced these are the steps of several micro-batches. Without replay, the first
+    step needs no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With
+    `--bapo.smoothing` or a half-life no step needs one.
 
     Args:
         args: from `arguments.parse`.
