@@ -21,7 +21,7 @@ from typing import Any
 
 _logger = logging.getLogger(__name__)
 
-# No gold answer is longer. Longer answers are compared as text only, because the rest need not be linear.
+# No gold answer is longer. Longer answers are compared only as text, because other comparisons may not be linear.
 _LONGEST = 2000
 
 
@@ -48,7 +48,7 @@ def is_correct(response: str, gold: str) -> bool:
     plainly = is_plainly_equal(answer, gold)
     if plainly is not None:
         return plainly
-    assert answer is not None  # which is_plainly_equal decides
+    assert answer is not None  # for None, is_plainly_equal returns False
     return is_equal(answer, gold)
 
 
@@ -313,7 +313,7 @@ _INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z]
 
 
 def _rewrite(text: str) -> tuple[str, dict]:
-    """Return a text for math-verify, and marks that it would ignore: unit, base, ratio, kind of brackets, variables."""
+    """Return a text for math-verify, and marks that math-verify ignores: unit, base, ratio, brackets, variables."""
     marks: dict[str, object] = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())

@@ -126,7 +126,7 @@ class MathDataset:
     """The split to read by default."""
 
     mark: tuple[str, str]
-    """A key, and a pattern in its text that no other dataset's rows have. Some copies of the dataset lack it."""
+    """A key, and a pattern in its text that no other dataset's rows have. Some copies of the dataset lack the key."""
 
     config: str | None = None
     """The hub's name for a part of the repository; None if there is only one part."""

@@ -92,7 +92,7 @@ class MathGrader:
         if plainly is not None:
             grade.set_result(Grade(plainly))
             return grade
-        assert answer is not None  # which is_plainly_equal decides
+        assert answer is not None  # for None, is_plainly_equal returns False
         with self._lock:
             self._tasks.put((1, next(_numbers), _Task(answer, gold, grade)))
             if len(self._threads) < self.num_workers:
@@ -184,7 +184,7 @@ def _ask(worker: subprocess.Popen, task: _Task, seconds: float) -> str | None:
 
 # In a worker ---------------------------------------------------------------------------------------------------------
 
-_TASKS_OF_A_CHILD = 1000  # then the child is replaced, which frees the memory that its tasks have left
+_TASKS_OF_A_CHILD = 1000  # then a new child replaces it, which frees the memory that its tasks have left
 _PIPE_ENDED = 3
 
 

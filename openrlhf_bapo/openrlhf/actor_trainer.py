@@ -71,10 +71,10 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Make OpenRLHF's pass over the replay buffer; add `offpolicy/*`, and `bapo/*` and `entropy/*` as step means.
+        """Make OpenRLHF's pass over the replay buffer; add the metrics `bapo/*`, `entropy/*` and `offpolicy/*`.
 
-        `offpolicy/optimizer_steps_taken` is the number of optimizer steps in this pass. `offpolicy/nonfinite_tokens`
-        and `offpolicy/updates_skipped` are logged with off-policy features, and whenever they are not 0.
+        `bapo/*` and `entropy/*` are means over updates. `offpolicy/optimizer_steps_taken` counts this pass's steps.
+        `offpolicy/nonfinite_tokens` and `offpolicy/updates_skipped` are logged with off-policy features, and if not 0.
 
         Raises RuntimeError on all ranks if more updates in a row are skipped than `--bapo.max_skipped_updates` allows,
         or if no token at all is finite.

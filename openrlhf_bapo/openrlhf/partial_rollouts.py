@@ -47,7 +47,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
 
     A rollout resumes the unfinished groups, and starts as many new ones as `--partial.oversample` asks for. It ends as
     soon as a training batch of groups is complete. Responses under way then stop, and continue in the next rollout. If
-    all responses have spent their budget before, another rollout follows at once, with the same weights.
+    all responses spend their budget before that, another rollout follows at once, with the same weights.
 
     With `--offpolicy.lag` N, a rollout returns the groups that were generated N rollouts ago. The first rollout
     generates N batches more. At the end of the data, the waiting groups are returned without another rollout.

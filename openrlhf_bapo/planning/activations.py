@@ -78,7 +78,7 @@ def logits_bytes(*, temperature: float, entropy_coef: float | None, fused_kernel
     probabilities (4), and its backward needs two more such tensors (8).
 
     Args:
-        temperature: of the rollouts, by which the logits are divided.
+        temperature: the rollouts' temperature, which divides the logits.
         entropy_coef: None: no entropy; 0: the entropy is logged; otherwise it is part of the loss.
         fused_kernels: as in `TrainingSetup`.
     """

@@ -25,7 +25,7 @@ class TrainingSetup:
     num_gpus: int
     """GPUs of the actor: --actor.num_nodes x --actor.num_gpus_per_node."""
     micro_batch_tokens: int
-    """The most tokens of a training micro-batch, over its whole ring: micro_batch_size x max_len (padding counts), or
+    """Maximum tokens of a training micro-batch, over its whole ring: micro_batch_size x max_len (padding counts), or
     `dynamic_batch_tokens`."""
     forward_tokens: int
     """The same for a micro-batch whose log-probs are computed without gradient."""

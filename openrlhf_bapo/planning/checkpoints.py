@@ -29,7 +29,7 @@ def checkpoint_terms(num_parameters: dict[str, int], num_kept: int, replay: Term
     Args:
         num_parameters: parameters of each trained model, by its name.
         num_kept: checkpoints kept at the same time.
-        replay: a full pool. The pool that is being written needs room beside those of all checkpoints.
+        replay: a full pool. While a pool is written, it needs room beside the pools of all checkpoints.
     """
     per_parameter = CHECKPOINT_BYTES_PER_PARAMETER
     terms = [

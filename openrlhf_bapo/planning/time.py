@@ -34,10 +34,10 @@ def rollout_seconds(
     response_tokens: int,
     bytes_per_second: float,
 ) -> float:
-    """Return the seconds in which one engine generates its sequences, if memory reads alone take time.
+    """Return the seconds that one engine takes to generate its sequences, if only memory reads take time.
 
     Each step generates one token per running sequence. It reads the weights once, and the keys and values of each
-    sequence so far. Left out: prefill, communication, the tail of long responses.
+    sequence so far. Not counted: prefill, communication, the tail of long responses.
 
     Args:
         num_sequences: sequences of this engine in one rollout.
