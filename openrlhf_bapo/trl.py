@@ -213,8 +213,8 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         num = self.current_gradient_accumulation_steps
         if left < num:
             warnings.warn(
-                f"gradient_accumulation_steps {num} reaches beyond a generation: of an optimizer step that does, the "
-                "search sees the micro-batches of the first one alone",
+                f"gradient_accumulation_steps {num} reaches beyond a generation: in such an optimizer step, the search "
+                "uses the micro-batches of the first generation alone",
                 stacklevel=2,
             )
         return [self._buffered_inputs[(self._step + i) % per_generation] for i in range(min(num, left))]

@@ -156,8 +156,8 @@ def compute_policy_loss_bapo(
     if update.group is None:
         vendor = os.environ.get("VERL_ENGINE_VENDOR")
         raise RuntimeError(
-            f"policy loss bapo: strategy {config.strategy}, VERL_ENGINE_VENDOR {vendor}; allowed: strategy fsdp or fsdp2, "
-            f"VERL_ENGINE_VENDOR {VENDOR}"
+            f"policy loss bapo: strategy {config.strategy}, VERL_ENGINE_VENDOR {vendor}; "
+            f"allowed: strategy fsdp or fsdp2, VERL_ENGINE_VENDOR {VENDOR}"
         )
     rule, settings = update.rule, update.rule.config
     mean_over = "sequence" if loss_agg_mode == "seq-mean-token-mean" else "update"

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> None:
     parser.error = exit_with_one_line
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with TensorBoard logs, of any depth")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the findings by folder")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again, and print what comes and goes")
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="check again every SECONDS; print what appears or disappears"
+    )
     args = parser.parse_args(argv)
     if args.watch is not None and not args.watch > 0:
         parser.error(f"--watch {args.watch:g}: allowed: above 0")

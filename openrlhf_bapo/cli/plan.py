@@ -24,7 +24,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plan", description=__doc__, allow_abbrev=False)
     parser.error = exit_with_one_line
     parser.add_argument("--plan.model", default=None, help="model to plan with (default: the actor's)")
-    parser.add_argument("--plan.response_tokens", type=int, default=None, help="mean length (default: the longest)")
+    parser.add_argument(
+        "--plan.response_tokens", type=int, default=None, help="mean response length in tokens (default: the maximum)"
+    )
     for name, text in _MACHINE_HELP.items():
         default = getattr(Machine, name)
         parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} (default: {default})")

@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openrlhf-bapo serve-math-reward", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=5000, help="port to listen on; 0: any free one (default: 5000)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="grading processes (default: one a CPU)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="grading processes (default: one per CPU)")
     parser.add_argument("--time_limit", type=float, default=5.0, help="seconds for one answer (default: 5)")
     args = parser.parse_args(argv)
     if args.workers < 1:

@@ -131,7 +131,7 @@ def _describe(groups: dict[str, int], waiting: list[str]) -> str:
     free, by_node = int(ray.available_resources().get("GPU", 0)), gpus_by_node()
     return (
         f"waits until the cluster has room for {', '.join(sorted(waiting))}; the run asks for {describe_gpus(groups)}; "
-        f"free are {free} of {sum(by_node.values())} ({describe_nodes(by_node)}); Ctrl-C ends the run"
+        f"{free} of {sum(by_node.values())} are free ({describe_nodes(by_node)}); Ctrl-C ends the run"
     )
 
 

@@ -85,7 +85,7 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--bapo.dump_tokens",
         type=int,
         default=None,
-        help="write a sample of the trained tokens every N global steps, for `openrlhf-bapo tokens` (default: 0, off)",
+        help="write a sample of the tokens trained on every N global steps, for `openrlhf-bapo tokens` (default: off)",
     )
     group.add_argument(
         "--bapo.max_skipped_updates",
@@ -110,8 +110,8 @@ def _add_off_policy_flags(group: argparse._ArgumentGroup) -> None:
         choices=OBJECTIVES,
         default="behavior",
         help="behavior: the ratio is against the policy that generated the token; decoupled: it is against the policy "
-        "that the training step starts from, whose probability over that of the policy that generated the token, at "
-        "most 2 or --algo.advantage.is_correction_threshold, weighs the token's loss (default: behavior)",
+        "that the training step starts from, and the token's loss is weighted by that policy's probability over the "
+        "generating policy's, at most 2 or --algo.advantage.is_correction_threshold (default: behavior)",
     )
     group.add_argument(
         "--offpolicy.lag",
@@ -280,7 +280,7 @@ def _fill_in_decoupled(values: dict, policy_loss: str, given_names: Set[str]) ->
     values["offpolicy.ratio_base"] = "recomputed"
     prefix = "algo.advantage.is_correction_"
     if f"{prefix}level" in given_names and values[f"{prefix}level"] == "off":
-        raise FlagError(f"--{prefix}level off: {flag} is made of the correction; allowed: token, seq")
+        raise FlagError(f"--{prefix}level off: {flag} needs this correction; allowed: token, seq")
 
     def fill_in(name: str, value: object) -> None:
         if prefix + name not in given_names:

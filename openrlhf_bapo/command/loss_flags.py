@@ -24,11 +24,11 @@ _BOUND_HELP = {
 _RULE_HELP = {
     "m2.budget": "allowed mean of the squared log-ratio over the tokens that a clip would cut",
     "m2.half_life": "train each update with an average over past updates, which needs no extra forward pass; the value "
-    "is its half-life in optimizer steps; 0: by the update's own tokens",
-    "divergence.threshold": "a token whose probability moved further, in the direction of its advantage, is left out; "
-    "in (0, 1)",
-    "topr.level": "whose ratio weighs a token: its own, or that of its whole response",
-    "balanced.target": "share of the gradient that positive tokens carry at least, in (0, 1)",
+    "is its half-life in optimizer steps; 0: use the update's own tokens",
+    "divergence.threshold": "leave out a token whose probability moved by more than this in the direction of its "
+    "advantage; in (0, 1)",
+    "topr.level": "ratio that weights a token: the token's own, or the whole response's",
+    "balanced.target": "minimum share of the gradient that positive tokens carry, in (0, 1)",
     "balanced.half_life": "as --m2.half_life",
     "balanced.level": "as --topr.level",
 }

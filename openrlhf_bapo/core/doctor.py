@@ -134,7 +134,12 @@ CHECKS = (
     ),
     Check("offpolicy/ratio_max", "the largest ratio of a step is {value:.0f} on average", watch=20),
     Check("offpolicy/engine_mismatch", "log-probs of engine and actor differ by {value:.3f}", wrong=0.05, watch=0.02),
-    Check("offpolicy/engine_mismatch", "that difference is {value:.1f} times that of the start", to_start, watch=3),
+    Check(
+        "offpolicy/engine_mismatch",
+        "log-probs of engine and actor differ {value:.1f} times as much as at the start",
+        to_start,
+        watch=3,
+    ),
     Check(
         "bapo/target_reached",
         "the target of the positive share is met in {value:.0%} of the updates",

@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "fraction of the tokens with $A < 0$ below the lower bound",
             "0.08 to 0.11",
             "0.06 to 0.2",
-            "above 0.25: as above",
+            "above 0.25: a lower learning rate or fewer updates per rollout",
         ),
         Guide(
             (
@@ -102,7 +102,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "distance of the bounds in use from the found ones, lower plus upper",
             "the scatter of the search",
             "level",
-            "growing: as above",
+            "growing: a shorter half-life",
         ),
         Guide(
             ("bapo/negative_weight",),
@@ -249,7 +249,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "optimizer steps between the weights that generated a token and the weights that train on it",
             "half the updates per rollout, and all but one of them",
             "updates per rollout times staleness",
-            "as above, or fewer updates per rollout",
+            "more: a shorter queue, more engines, or fewer updates per rollout",
         ),
         Guide(
             ("offpolicy/optimizer_steps_taken",),
@@ -369,7 +369,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "groups started, and groups handed over to training",
             "above the batch; the batch",
             "equal on average",
-            "more started than taken: as above",
+            "more started than taken: a larger `--partial.token_budget`",
         ),
         Guide(
             (
@@ -389,7 +389,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "rollouts per response handed over",
             "1",
             "1 to 2",
-            "more: as above",
+            "more: a larger `--partial.token_budget`",
         ),
         Guide(
             (

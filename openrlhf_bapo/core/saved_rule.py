@@ -34,7 +34,10 @@ def load_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
     if not rule.follows_updates:
         return
     if not Path(directory).exists():
-        print(f"openrlhf-bapo: {directory} is missing; the rule's bounds or weights begin anew", file=sys.stderr)
+        print(
+            f"openrlhf-bapo: {directory} is missing; the rule starts with its initial bounds or weights",
+            file=sys.stderr,
+        )
         return
     rule.load_state_dict(read_directory(directory, _FORMAT_VERSION, _settings(rule), "remove the folder")[0])
 

@@ -75,7 +75,7 @@ def test_a_busy_cluster_is_waited_for_with_a_line_and_a_signal_ends_the_wait(add
     text = log.read_text()
     said = (
         r"waits until the cluster has room for PolicyModelActor; the run asks for 2 GPUs \(1 actor, 1 engines\); "
-        r"free are 0 of 2 \(\S+ has 2\); Ctrl-C ends the run"
+        r"0 of 2 are free \(\S+ has 2\); Ctrl-C ends the run"
     )
     assert re.search(said, text), text[-2000:]
     assert "the run has ended: SIGTERM, before its first step" in text

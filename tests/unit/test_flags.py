@@ -183,7 +183,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         ),
         (
             dict(offpolicy__objective="decoupled", algo__advantage__is_correction_level="off"),
-            "--algo.advantage.is_correction_level off: --offpolicy.objective decoupled is made of .*: token, seq",
+            "--algo.advantage.is_correction_level off: --offpolicy.objective decoupled needs this .*: token, seq",
         ),
         (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
         (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*every --policy_loss but gspo"),
