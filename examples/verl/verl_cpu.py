@@ -1,8 +1,12 @@
 """Lets verl run on a CPU. verl imports it in each process if VERL_USE_EXTERNAL_MODULES is verl_cpu."""
 
+import asyncio
 import functools
 import importlib.metadata
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -79,3 +83,40 @@ _load_critic = AutoModelForTokenClassification.from_pretrained
 AutoModelForTokenClassification.from_pretrained = lambda *args, **kwargs: _load_critic(
     *args, **kwargs | {"attn_implementation": "sdpa"}
 )
+
+# Where trainer and engines are apart, verl sends weights over NCCL or RDMA.
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry  # noqa: E402
+
+
+@CheckpointEngineRegistry.register("file")
+class FileCheckpointEngine(CheckpointEngine):
+    """Sends weights through a file."""
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.is_master = is_master
+
+    def prepare(self) -> str | None:
+        return tempfile.mkdtemp(prefix="verl-weights-") if self.is_master else None
+
+    @classmethod
+    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list) -> tuple[dict, dict]:
+        return {"folder": metadata[:1] * actor_wg_world_size}, {"folder": metadata[:1] * rollout_world_size}
+
+    def init_process_group(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    async def send_weights(self, weights, global_steps: int | None = None) -> None:
+        weights = {name: weight.detach().clone() for name, weight in weights}  # together with the other ranks
+        if self.is_master:
+            torch.save(weights, self.folder / "part")
+            (self.folder / "part").rename(self.folder / "weights")
+
+    async def receive_weights(self, global_steps: int | None = None):
+        while not (self.folder / "weights").exists():
+            await asyncio.sleep(0.05)
+        for name, weight in torch.load(self.folder / "weights").items():
+            yield name, weight
+
+    def finalize(self) -> None:
+        if self.is_master:
+            shutil.rmtree(self.folder)
