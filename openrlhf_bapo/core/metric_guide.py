@@ -107,7 +107,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("bapo/negative_weight",),
             "with `--policy_loss balanced`: $s$, the factor of the weights of negative tokens",
-            "target and share decide; 1 where positive tokens carry their share",
+            "depends on target and share; 1 where positive tokens carry their share",
             "below 1 where they do not",
             "near 0: hardly a positive token in an update; a larger batch, a half-life, or a lower target",
         ),
@@ -116,7 +116,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "seconds per training step in the forward for the ratios (OpenRLHF; part of `timing/ppo_train`)",
             "a forward over the samples ([performance](performance.md))",
             "constant",
-            "too much: `--bapo.smoothing`, `--m2.half_life` and `--balanced.half_life` need none",
+            "too long: `--bapo.smoothing`, `--m2.half_life` and `--balanced.half_life` need no such forward",
         ),
         Guide(
             ("timing/bapo_search",),
@@ -130,8 +130,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     "Entropy": (
         Guide(
             ("entropy/predicted_change",),
-            "sum of the four parts of the tokens trained on. Learning rate and Adam's scale are not in it: read its "
-            "course beside that of the measured entropy, not its size",
+            "sum of the four parts of the tokens trained on. Learning rate and Adam's scale are not in it: compare "
+            "its trend with that of the measured entropy, not its size",
             "-0.07 to -0.04",
             "-0.08 to -0.01; near 0 keeps entropy",
             "below 0 while entropy collapses: see which part is to blame",
@@ -193,7 +193,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "samples that a rollout made for later training steps (`--rollout.vllm_generate_batch_size`)",
             "0, or all but a training batch",
             "falling by a training batch per step until the next rollout",
-            "it stays high: the samples are as many versions old as there are batches of them; a smaller "
+            "it stays high: a sample is one version older for each batch before it; a smaller "
             "`--rollout.vllm_generate_batch_size`",
             note="(async training)",
         ),
@@ -247,7 +247,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "offpolicy/optimizer_steps_max",
             ),
             "optimizer steps between the weights that generated a token and the weights that train on it",
-            "half the updates per rollout, and all but one of them",
+            "half the updates per rollout; the updates per rollout minus one",
             "updates per rollout times staleness",
             "more: a shorter queue, more engines, or fewer updates per rollout",
         ),
@@ -269,7 +269,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("offpolicy/updates_skipped",),
             "optimizer steps skipped on all ranks because loss or gradient was not finite; weights, moments and "
-            "learning rate do not change (logged as `offpolicy/nonfinite_tokens`)",
+            "learning rate do not change (logged by the rule of `offpolicy/nonfinite_tokens`)",
             "0",
             "0",
             "a lower learning rate; `--bapo.max_skipped_updates` ends a run with too many in a row",
@@ -340,11 +340,11 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "samples that filled no whole micro-batch at the end of a step",
             "0",
             "less than a micro-batch per rank",
-            "sizes that divide",
+            "batch sizes that divide without a remainder",
         ),
         Guide(
             ("replay/logs_dropped",),
-            "names that a reward logs for some samples only, fresh or replayed; they are left out",
+            "names that the reward logs for only some samples, fresh or replayed; they are left out of the logs",
             "0",
             "0",
             "log the same names for all samples",
@@ -407,7 +407,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("partial/tokens_wasted",),
-            "tokens of dropped groups, and of responses without a reward that a resumed run generates again",
+            "tokens of dropped groups, and of responses that a resumed run generates again for lack of a reward",
             "0",
             "a small part of the rollout",
             "as above",
@@ -451,7 +451,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "groups that fill no whole micro-batch at the end of the data",
             "not logged",
             "once per epoch",
-            "sizes that divide",
+            "batch sizes that divide without a remainder",
         ),
     ),
 }
