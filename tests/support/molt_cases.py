@@ -63,6 +63,10 @@ def flags(directory) -> list[str]:
     return [str(part) for name, value in given.items() for part in (f"--{name}", value)]
 
 
+ACTORS: list = []
+"""The actor that Molt's command would start, by call of `parse`."""
+
+
 class Parsed(Exception):
     """Ends Molt's command when it has parsed its flags."""
 
@@ -71,6 +75,7 @@ def parse(argv: list[str]):
     """Return Molt's arguments, as its command makes them of the flags."""
 
     def stop(args):
+        ACTORS.append(policy_actor.PolicyModelActor)
         raise Parsed(args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -466,7 +471,9 @@ def test_molt_has_the_lines_that_ours_rest_on(where, line):
 def test_without_a_policy_loss_of_ours_molt_is_as_it_was(directory):
     args = parse(flags(directory))
     assert args.policy_loss is None and args.algo.advantage.is_correction_level == "off"
-    assert policy_actor.PolicyTrainer.__module__ == policy_actor.__name__
+    assert ACTORS[-1] is policy_actor.PolicyModelActor
+    parse([*flags(directory), "--policy_loss", "ppo"])
+    assert ACTORS[-1].__ray_metadata__.modified_class is BapoPolicyModelActor
 
 
 if __name__ == "__main__":
