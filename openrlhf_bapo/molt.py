@@ -280,7 +280,7 @@ def main() -> None:
     def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = upstream
         add_loss_flags(parser, ("ppo",), "Molt's own loss and ratio")
-        parser.error = exit_with_one_line  # type: ignore[method-assign]
+        parser.error = exit_with_one_line
         args = upstream(parser)
         try:
             resolve_flags(vars(args))
