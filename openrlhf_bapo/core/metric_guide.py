@@ -279,7 +279,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "mean absolute difference between the engine's and the actor's log-probs on tokens of staleness 0",
             "0.001 to 0.009 in bf16, 2e-7 in fp32",
             "constant",
-            "growing: engine and actor differ by more than rounding",
+            "growing: engine and actor differ by more than rounding; give both the same precision, or take the ratio "
+            "against the engine (`--offpolicy.ratio_base rollout`)",
         ),
         Guide(
             ("offpolicy/mixed_versions",),
