@@ -86,9 +86,9 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         """Return (loss, reported loss, clip ratio, policy kl, vllm kl, filter ratio), as `PolicyLoss.forward`."""
         tokens = self._tokens(log_probs, rollout_log_probs, advantages, action_mask)
         weights = self._set_bounds(tokens)
-        unknown = torch.zeros_like(tokens.weight, dtype=torch.long)  # Molt does not keep the versions of its policy
-        values = tokens.ratio, tokens.advantages, tokens.weight, unknown, unknown
-        part = tally_offpolicy(*values, *self.rule.bounds(tokens))
+        bounds = self.rule.bounds(tokens)
+        # Molt does not keep the versions of its policy, so staleness and optimizer steps are unknown.
+        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, None, None, *bounds)
         self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
         denominators = rollout_log_probs
         if weights is not None:  # at ratio 1, the surrogate's gradient with advantages w A is that of w A log pi
@@ -103,12 +103,11 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         return loss, reported, clip_ratio, policy_kl, vllm_kl, filtered
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call, without the off-policy ones that need policy versions."""
+        """Return the metrics since the last call."""
         tally, self._offpolicy_tally = self._offpolicy_tally, None
         assert tally is not None  # the loss has tallied
         found = offpolicy_metrics(tally if self.group is None else tally.all_reduce(self.group))
-        known = {name: value for name, value in found.items() if "staleness" not in name and "steps" not in name}
-        return super().take_metrics() | known
+        return super().take_metrics() | found
 
     def _tokens(
         self,

@@ -50,13 +50,13 @@ class ClipRuleTrainer(_BaseTrainer):
         return self.clip_rule.config
 
     def _tally_training(
-        self, tokens: Tokens, staleness: torch.Tensor, optimizer_steps: torch.Tensor
+        self, tokens: Tokens, staleness: torch.Tensor | None, optimizer_steps: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tally a micro-batch that the loss is about to train on; returns its lower and upper bounds, and its weights.
 
         Args:
             tokens: the tokens of the micro-batch, [samples, tokens].
-            staleness: versions between the policy that generated a token and the current one, the same shape.
+            staleness: versions between the policy that generated a token and the current one, the same shape, or None.
             optimizer_steps: optimizer steps between these two policies, the same shape.
         """
         rule = self.clip_rule
@@ -184,7 +184,7 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next
             tokens = self._tokens(found[0].detach(), self._loss_inputs)
             steps = torch.full_like(tokens.ratio, self._steps_since_generation(), dtype=torch.long)
-            lower, upper, weights = self._tally_training(tokens, torch.zeros_like(steps), steps)
+            lower, upper, weights = self._tally_training(tokens, None, steps)
             if weights is None:
                 self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
             else:
@@ -202,9 +202,6 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         first = self._step - self._step % (self.args.steps_per_generation * self.num_iterations)
         num = self.current_gradient_accumulation_steps
         return self._step // num - first // num
-
-    def _take_offpolicy_metrics(self) -> dict[str, float]:
-        return {name: value for name, value in super()._take_offpolicy_metrics().items() if "staleness" not in name}
 
     def _window(self) -> list[dict]:
         """Return the micro-batches of the optimizer step that begins."""

@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import ContributionTally
-from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
+from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
@@ -46,7 +46,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         ValueError: for a setting that is not allowed.
     """
 
-    preset: str = "readme"
+    preset: str = DEFAULT_PRESET
     """A name for `ClipConfig.preset`. If the preset has a dual clip, verl's `clip_ratio_c` has no effect."""
 
     search: dict = field(default_factory=dict)
@@ -87,7 +87,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     def _other_rule(self, name: str) -> ClipRule:
         if name not in RULES:
             raise ValueError(f"policy_loss.rule {name!r} is unknown; allowed: {', '.join(RULES)}")
-        if self.preset != "readme" or self.search or self.smoothing or self.scope:
+        if self.preset != DEFAULT_PRESET or self.search or self.smoothing or self.scope:
             raise ValueError(f"policy_loss.rule {name!r} is allowed only without preset, search, smoothing and scope")
         allowed = default_settings(name)
         if unknown := [setting for setting in self.rule_settings if setting not in allowed]:
@@ -117,17 +117,15 @@ class _Update:
 
     def tally_offpolicy(self, tokens: Tokens) -> None:
         """Add a micro-batch; verl's loss does not know the staleness of its tokens."""
-        unknown = torch.zeros_like(tokens.weight, dtype=torch.long)
         bounds = self.rule.bounds(tokens)
-        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, unknown, unknown, *bounds)
+        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, None, None, *bounds)
         self.offpolicy_tally = part if self.offpolicy_tally is None else self.offpolicy_tally + part
 
     def take_offpolicy_metrics(self) -> dict[str, float]:
-        """Return the step's off-policy metrics over all data-parallel ranks, without those that need staleness."""
+        """Return the step's off-policy metrics over all data-parallel ranks."""
         tally, self.offpolicy_tally = self.offpolicy_tally, None
         assert tally is not None  # the loss has tallied
-        found = offpolicy_metrics(tally.all_reduce(self.group))
-        return {name: value for name, value in found.items() if "staleness" not in name and "steps" not in name}
+        return offpolicy_metrics(tally.all_reduce(self.group))
 
     def sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
         """Add tallies over all data-parallel ranks."""

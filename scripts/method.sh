@@ -22,8 +22,8 @@ case $METHOD in
     METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2)
     if [ "$METHOD" = stock_is ]; then METHOD_FLAGS+=(--algo.advantage.is_correction_level token); fi
     ;;
-  bapo) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-readme}") ;;
-  bapo_gradient) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-readme}" --bapo.contribution gradient) ;;
+  bapo) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}") ;;
+  bapo_gradient) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}" --bapo.contribution gradient) ;;
   m2 | divergence | topr | balanced) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *)
     names="grpo, clip_higher, static, stock, stock_is, bapo, bapo_gradient, m2, divergence, topr, balanced"

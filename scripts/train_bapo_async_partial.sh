@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 ACTOR_GPUS_PER_NODE=${ACTOR_GPUS_PER_NODE:-4} # GPUs that train
 QUEUE=${QUEUE:-2}                             # rollouts that may wait, the highest staleness in versions (ours)
-PRESET=${PRESET:-readme} # target 0.5 (the authors' README; section 5.1: 0.4), bounds in [0.6, 0.9] and [1.2, 3.0]
+PRESET=${PRESET:-paper}                       # target 0.4, bounds in [0.6, 0.9] and [1.2, 3.0]: section 5.1
 
 source scripts/launch.sh
 ENGINES=${ENGINES:-$((NUM_NODES * 4))} # rollout engines, one GPU each

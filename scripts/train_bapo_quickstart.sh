@@ -58,5 +58,8 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   "$@"
 
 target=()
-if [[ $METHOD = bapo* && ${PRESET:-readme} =~ ^(readme|steady)$ || $METHOD = balanced ]]; then target=(--target 0.5); fi
+case $METHOD-${PRESET:-paper} in
+  bapo*-paper) target=(--target 0.4) ;;
+  bapo*-readme | bapo*-steady | balanced-*) target=(--target 0.5) ;;
+esac
 .venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"

@@ -61,7 +61,8 @@ def main() -> None:
 
     make, ours = GRPOTrainer, {}
     if args.method != "grpo":
-        bapo = "steady" if args.method == "steady" else ClipConfig(contribution="gradient")
+        searched = ClipConfig(positive_contribution_target=0.5, contribution="gradient")
+        bapo = "steady" if args.method == "steady" else searched
         make, ours = BapoGRPOTrainer, {"bapo": bapo}
     trainer = make(
         model=AutoModelForCausalLM.from_pretrained(start / "model", dtype="float32"),

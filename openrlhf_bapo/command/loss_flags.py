@@ -6,7 +6,15 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from openrlhf_bapo.command.mistakes import FlagError
-from openrlhf_bapo.core.clip_config import AVERAGES, CONTRIBUTIONS, PRESETS, SCOPES, SEARCH_FIELDS, ClipConfig
+from openrlhf_bapo.core.clip_config import (
+    AVERAGES,
+    CONTRIBUTIONS,
+    DEFAULT_PRESET,
+    PRESETS,
+    SCOPES,
+    SEARCH_FIELDS,
+    ClipConfig,
+)
 from openrlhf_bapo.core.other_rules import LEVELS, RULES, default_settings
 from openrlhf_bapo.core.settings import smoothing_config
 
@@ -58,7 +66,7 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
         choices=tuple(PRESETS),
         default=None,
         help="a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
-        "published (default: readme)",
+        f"published (default: {DEFAULT_PRESET})",
     )
     group.add_argument(
         "--bapo.positive_contribution_target",
@@ -213,7 +221,7 @@ def _check_weights(values: dict, policy_loss: str) -> None:
 def _resolve_bapo(values: dict, given: dict) -> None:
     """Check the flags of the search and fill in the preset's values for those that are not in `given`."""
     _check_no_clip(values, "bapo", "its bounds come from --bapo.ratio_lower_start/max and --bapo.ratio_upper_start/max")
-    preset_name = given.pop("preset", "readme")
+    preset_name = given.pop("preset", DEFAULT_PRESET)
     preset = ClipConfig.preset(preset_name)
     token_weight = given.pop("token_weight", "none")
     of_smoothing = ("smoothing_of", "smoothing_start", "discard_saved")

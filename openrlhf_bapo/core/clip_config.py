@@ -37,9 +37,12 @@ class SmoothingConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The settings of BAPO's clip rule: its search (Algorithm 1), and the settings that a preset adds to it."""
+    """The settings of BAPO's clip rule: its search (Algorithm 1), and the settings that a preset adds to it.
 
-    positive_contribution_target: float = 0.5
+    The defaults are those of the paper's section 5.1.
+    """
+
+    positive_contribution_target: float = 0.4
     """rho_0, where the search stops: P / (P + N) in (0, 1), or with `target_kind` "ratio" P / N above 0."""
 
     ratio_lower_start: float = 0.6
@@ -164,8 +167,8 @@ class ClipConfig:
 
 
 PRESETS = {
-    "readme": ClipConfig(),
-    "paper": ClipConfig(positive_contribution_target=0.4),
+    "readme": ClipConfig(positive_contribution_target=0.5),
+    "paper": ClipConfig(),
     "octothinker": ClipConfig(
         positive_contribution_target=0.45, ratio_lower_start=0.8, ratio_lower_max=0.9, ratio_upper_max=2.0
     ),
@@ -179,8 +182,16 @@ PRESETS = {
         scope="micro_batch",
         dual_clip=3.0,
     ),
-    "steady": ClipConfig(contribution="gradient", smoothing=SmoothingConfig(half_life=20.0), dual_clip=3.0),
+    "steady": ClipConfig(
+        positive_contribution_target=0.5,
+        contribution="gradient",
+        smoothing=SmoothingConfig(half_life=20.0),
+        dual_clip=3.0,
+    ),
 }
+
+DEFAULT_PRESET = "paper"
+"""The preset when none is named; `ClipConfig()` is the same."""
 
 _BESIDE_THE_SEARCH = ("smoothing", "scope", "dual_clip")
 SEARCH_FIELDS = tuple(field.name for field in fields(ClipConfig) if field.name not in _BESIDE_THE_SEARCH)

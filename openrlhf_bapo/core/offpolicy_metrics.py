@@ -40,8 +40,8 @@ class OffPolicyTally:
     """
 
     sums: torch.Tensor
-    """float64 [num_buckets, 9]: number of tokens; sums of ratio, ratio^2, staleness and optimizer steps; number of
-    tokens with A > 0; number of these with ratio > upper; number of tokens with A < 0; number of these with
+    """float64 [num_buckets, 9]: number of tokens; sums of ratio, ratio^2, staleness and optimizer steps (NaN: unknown);
+    number of tokens with A > 0; number of these with ratio > upper; number of tokens with A < 0; number of these with
     ratio < lower."""
 
     maxima: torch.Tensor
@@ -66,8 +66,8 @@ def tally_offpolicy(
     ratio: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
-    staleness: torch.Tensor,
-    optimizer_steps: torch.Tensor,
+    staleness: torch.Tensor | None,
+    optimizer_steps: torch.Tensor | None,
     lower: torch.Tensor | float,
     upper: torch.Tensor | float,
 ) -> OffPolicyTally:
@@ -79,23 +79,28 @@ def tally_offpolicy(
         ratio: importance ratios pi_theta / pi_behavior, any shape.
         advantages: the same shape.
         mask: the same shape; above 0 for tokens, 0 or False elsewhere.
-        staleness: the same shape, integer; versions, at least 0.
+        staleness: the same shape, integer; versions, at least 0. None: unknown, so that all tokens are one bucket.
         optimizer_steps: the same shape, integer; optimizer steps between the weights that generated a token and those
-            that train on it, at least 0.
+            that train on it, at least 0. None: unknown.
         lower: the lower clip bound: a number, 0-dim, or the same shape.
         upper: the upper clip bound, likewise.
     """
     # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
-    ratio, advantages, mask, staleness, optimizer_steps = (
-        x.flatten() for x in (ratio, advantages, mask, staleness, optimizer_steps)
-    )
+    ratio, advantages, mask = (x.flatten() for x in (ratio, advantages, mask))
     lower, upper = (x.flatten() if torch.is_tensor(x) and x.dim() else x for x in (lower, upper))
     num_buckets = len(STALENESS_BUCKETS)
 
     active = mask > 0
     positive, negative = active & (advantages > 0), active & (advantages < 0)
-    bucket = torch.bucketize(staleness, _edges(staleness.device), right=True)
-    r, s, o = (torch.where(active, x.double(), 0.0) for x in (ratio, staleness, optimizer_steps))
+    bucket = torch.zeros_like(active, dtype=torch.long)
+    if staleness is not None:
+        bucket = torch.bucketize(staleness.flatten(), _edges(staleness.device), right=True)
+    r, s, o = (
+        torch.full_like(ratio, math.nan, dtype=torch.float64)
+        if x is None
+        else torch.where(active, x.flatten().double(), 0.0)
+        for x in (ratio, staleness, optimizer_steps)
+    )
     counts = (active, positive, positive & (ratio > upper), negative, negative & (ratio < lower))
     num_tokens, *num_by_sign = (count.double() for count in counts)
     values = torch.stack([num_tokens, r, r * r, s, o, *num_by_sign])  # [9, num_tokens]
@@ -122,17 +127,19 @@ def offpolicy_metrics(tally: OffPolicyTally) -> dict[str, float]:
         clip_frac_positive and clip_frac_negative (fraction of the tokens with that sign whose ratio is above `upper` or
         below `lower`; 0 without such tokens). A bucket's metrics have the suffix "/staleness_LABEL". They include
         token_frac, the bucket's fraction of all tokens, but not staleness_* and optimizer_steps_*. {} without tokens.
+        Without those that need the staleness or the optimizer steps, where these are unknown.
     """
     rows = torch.cat([tally.sums, tally.maxima], dim=1)
     total = torch.cat([tally.sums.sum(0), tally.maxima.amax(0)]).unsqueeze(0)
     table = torch.cat([total, rows]).tolist()
-    num_all = table[0][0]
+    num_all, *_ = table[0]
+    knows_staleness, knows_steps = (not math.isnan(x) for x in table[0][3:5])
 
     found: dict[str, float] = {}
     for label, row in zip((None, *STALENESS_BUCKETS), table, strict=True):
         num, ratio, ratio_squared, staleness, steps, positive, above, negative, below, *highest = row
         ratio_max, staleness_max, steps_max = highest
-        if num == 0:
+        if num == 0 or (label is not None and not knows_staleness):
             continue
         metrics = {
             "ess": ratio * ratio / max(num * ratio_squared, sys.float_info.min),
@@ -141,11 +148,12 @@ def offpolicy_metrics(tally: OffPolicyTally) -> dict[str, float]:
             "clip_frac_positive": above / max(positive, 1),
             "clip_frac_negative": below / max(negative, 1),
         }
-        if label is None:
-            metrics |= {"staleness_mean": staleness / num, "staleness_max": staleness_max}
-            metrics |= {"optimizer_steps_mean": steps / num, "optimizer_steps_max": steps_max}
-        else:
+        if label is not None:
             metrics["token_frac"] = num / num_all
+        elif knows_staleness:
+            metrics |= {"staleness_mean": staleness / num, "staleness_max": staleness_max}
+        if label is None and knows_steps:
+            metrics |= {"optimizer_steps_mean": steps / num, "optimizer_steps_max": steps_max}
         suffix = "" if label is None else f"/staleness_{label}"
         found |= {f"offpolicy/{name}{suffix}": value for name, value in metrics.items()}
     return found

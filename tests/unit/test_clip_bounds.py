@@ -25,7 +25,7 @@ from openrlhf_bapo import (
     tally_contributions,
 )
 from openrlhf_bapo.core import clip_bounds, cpu_tally
-from openrlhf_bapo.core.clip_config import PRESETS, SmoothingConfig
+from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, PRESETS, SmoothingConfig
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:
@@ -324,7 +324,7 @@ OURS = {
 def test_presets_hold_the_published_settings_in_every_field():
     assert {name: astuple(ClipConfig.preset(name)) for name in PRESETS} == PUBLISHED | OURS
     assert tuple(field.name for field in fields(ClipConfig)) == FIELDS
-    assert ClipConfig() == ClipConfig.preset("readme")
+    assert ClipConfig() == ClipConfig.preset(DEFAULT_PRESET) == ClipConfig.preset("paper")
     with pytest.raises(ValueError, match=r"nonesuch.*readme, paper, octothinker, released, steady"):
         ClipConfig.preset("nonesuch")
 

@@ -260,7 +260,7 @@ def test_every_flag_has_its_documented_default():
 # rho_0; lower start, max, step; upper start, max, step; contribution; order and kind of the target, which have no flag;
 # scope, token weight, --actor.dual_clip, smoothing.
 PRESETS = {
-    None: (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
+    None: (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
     "readme": (0.5, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
     "paper": (0.4, 0.6, 0.9, 0.02, 1.2, 3.0, 0.05, "surrogate", "upper_first", "share", "update", "none", None, 0.0),
     "octothinker": (
@@ -305,7 +305,7 @@ def test_a_preset_sets_every_field(tmp_path, preset):
     config = astuple(clip_config_from_args(args.bapo))[: len(SEARCH_FIELDS)]
     beside = args.bapo.scope, args.bapo.token_weight, args.actor.dual_clip, args.bapo.smoothing
     assert (*config, *beside) == PRESETS[preset]
-    assert args.bapo.preset == (preset or "readme")
+    assert args.bapo.preset == (preset or "paper")
 
 
 GIVEN = {

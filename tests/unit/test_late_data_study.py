@@ -375,7 +375,7 @@ def test_the_protocols_cells_use_no_seed_of_the_study_and_name_rules_that_exist(
 def test_steady_bounds_average_the_updates_before_and_with_same_update_the_current_one_too(policy, stale, same_update):
     run = walk.Run(clip="readme", contribution="gradient", half_life=3.0, same_update=same_update)
     steady, expected = walk.clip_rule(run), walk.clip_rule(run)
-    config = ClipConfig(contribution="gradient", smoothing=SmoothingConfig(3.0))
+    config = replace(ClipConfig.preset("readme"), contribution="gradient", smoothing=SmoothingConfig(3.0))
     assert isinstance(steady, SteadyBounds) and steady.config == config
     for rows in torch.arange(24).chunk(4):
         ratio, advantages = ratios(policy, stale, rows)

@@ -101,6 +101,23 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
     assert offpolicy_metrics(functools.reduce(operator.add, parts)) == pytest.approx(whole, rel=1e-9)
 
 
+@given(stale_tokens(), st.integers(0, 40), st.booleans(), st.booleans())
+def test_without_staleness_or_optimizer_steps_their_metrics_are_left_out(
+    token_list, cut, staleness, steps
+):
+    parts = []
+    for some in (token_list[:cut], token_list[cut:]):
+        *values, versions, optimizer_steps = as_tensors(some)
+        ages = versions if staleness else None, optimizer_steps if steps else None
+        parts.append(tally_offpolicy(*values, *ages, 0.8, 1.2))
+    expected = {
+        name: value
+        for name, value in metrics_of(token_list).items()
+        if (staleness or "staleness" not in name) and (steps or "steps" not in name)
+    }
+    assert offpolicy_metrics(parts[0] + parts[1]) == pytest.approx(expected, rel=1e-9)
+
+
 @given(stale_tokens(), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 2, *[st.integers(-(2**63), 2**63 - 1)] * 2)))
 def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
     plain = metrics_of(token_list)

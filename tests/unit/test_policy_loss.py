@@ -261,7 +261,7 @@ def test_a_sequence_without_a_token_does_not_matter_under_a_sequence_mean():
 
 def test_the_loss_clips_between_the_bounds_that_were_found():
     batch = micro_batch(9, torch.float64)
-    loss = BapoPolicyLoss(clip_config=ClipConfig(contribution="gradient"))
+    loss = BapoPolicyLoss(clip_config=ClipConfig(positive_contribution_target=0.5, contribution="gradient"))
     found = loss(**batch)
     (bounds,) = found_by(loss)
     assert (float(bounds.lower), float(bounds.upper)) != (0.6, 1.2)
