@@ -4,21 +4,26 @@ python studies/late_data/compare.py screen   # stage 1: every rule by regime and
 python studies/late_data/compare.py test     # stage 2: differences from ppo with intervals, corrected for their number
 python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's prediction beside the measured change of entropy
 
-They read finished cells from --results and --runs, and leave out methods whose cells are not complete.
+They read finished cells from --results and --runs. `screen` and `test` leave out, and name, every method that lacks a
+planned cell of its regime.
 """
 
 import argparse
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
-from statistics import correlation, fmean, stdev
+from statistics import correlation, fmean
 
 from scipy import stats
 from study import HERE, Columns, markdown, mean_and_error, read_cells, read_results
+from walk import evenly_spaced
 
-LAST = 3  # checkpoints of the endpoint
 STAGES = {"screen": range(200, 205), "test": range(210, 220)}
 ALWAYS_TESTED = ("ppo", "stock_is", "paper")
+OURS = ("steady", "balanced", "balanced_steady")
+MARGIN = 0.01  # "never worse" allows for it
 SAME_RULE = {"topr_sequence": "topr", "balanced_steady": "balanced"}
 SAME_AS_IN_REGIME_A = {"stock": "ppo", "stock_is": "ppo", "decoupled": "ppo", "decoupled_paper": "paper"}
 
@@ -28,30 +33,31 @@ class Outcome:
     """The endpoints of one cell."""
 
     accuracy: float
-    """Held-out accuracy, the mean of the last three checkpoints."""
+    """Held-out accuracy, the mean over the last fifth of the rollouts."""
 
     area: float
-    """The mean of all checkpoints."""
+    """The mean of the evenly spaced checkpoints."""
 
     entropy: float
     """The mean over the last fifth of the rollouts."""
 
     pass16: float
     fell: bool
-    """Whether the run ended below its first checkpoint."""
+    """Whether the run ended below the reward of its start policy."""
 
-    began: tuple[float, float]
+    began: tuple[float, ...]
     """Reward and entropy of the first rollout. A seed has one start policy."""
 
 
 def outcome(columns: Columns) -> Outcome:
     """Return the endpoints of a finished cell."""
-    measured = [value for value in columns["heldout"] if value == value]
-    fifth = len(columns["entropy"]) // 5
-    accuracy = fmean(measured[-LAST:])
-    entropy = fmean(columns["entropy"][-fifth:])
-    began = columns["reward"][0], columns["entropy"][0]
-    return Outcome(accuracy, fmean(measured), entropy, columns["pass16"][-1], accuracy < measured[0], began)
+    heldout, rewards, entropy = columns["heldout"], columns["reward"], columns["entropy"]
+    fifth = len(entropy) // 5
+    accuracy = fmean(value for value in heldout[-fifth:] if value == value)  # the pipeline has three of them
+    area = fmean(heldout[number] for number in evenly_spaced(len(heldout)))
+    pass16 = columns.get("pass16", [nan])[-1]
+    began = rewards[0], entropy[0]
+    return Outcome(accuracy, area, fmean(entropy[-fifth:]), pass16, accuracy < rewards[0], began)
 
 
 WINDOW = 5  # rollouts
@@ -104,13 +110,24 @@ def regime(cell: dict) -> str:
 Table = dict[str, dict[str, dict[float, dict[int, Outcome]]]]  # by regime, method, learning rate and seed
 
 
-def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> Table:
-    """Return the outcomes of all finished cells with these seeds."""
-    table: Table = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> tuple[Table, list[str]]:
+    """Return the outcomes of the cells with these seeds, and a line per method and regime that lacks any of them."""
+    planned: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, cell in cells.items():
-        if name in found and cell["seed"] in seeds:
-            table[regime(cell)][cell["method"]][cell["lr"]][cell["seed"]] = outcome(found[name])
-    return table
+        if cell["seed"] in seeds:
+            planned[regime(cell), cell["method"]].append(name)
+    table: Table = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    left_out = []
+    for (name, method), names in planned.items():
+        if missing := sum(cell not in found for cell in names):
+            left_out.append(f"Left out: {method} in {name}, which lacks {missing} of {len(names)} cells.")
+            continue
+        for cell in names:
+            result = outcome(found[cell])
+            if name.startswith("pipeline"):  # where no two first rollouts are equal
+                result = replace(result, began=())
+            table[name][method][cells[cell]["lr"]][cells[cell]["seed"]] = result
+    return table, left_out
 
 
 def mean_accuracy(by_seed: dict[int, Outcome]) -> float:
@@ -141,7 +158,10 @@ def ranking(table: Table) -> list[tuple[str, float]]:
 
 
 def leaders(ranked: list[tuple[str, float]], num: int = 4) -> list[str]:
-    """Return the rules that stage 2 tests: the best ones, one of each kind, beside those that it tests anyway."""
+    """Return the rules that stage 2 tests: the best ones, one of each kind, beside those that it tests anyway.
+
+    If none of them is ours, the best one of ours is one more.
+    """
     chosen: list[str] = []
     kinds = set(ALWAYS_TESTED)
     for method, _ in ranked:
@@ -149,6 +169,8 @@ def leaders(ranked: list[tuple[str, float]], num: int = 4) -> list[str]:
         if kind not in kinds and len(chosen) < num:
             chosen.append(method)
             kinds.add(kind)
+    if not set(chosen) & set(OURS):
+        chosen += [method for method, _ in ranked if method in OURS][:1]
     return [*ALWAYS_TESTED, *chosen]
 
 
@@ -162,21 +184,32 @@ class Difference:
 
     high: float
     p: float
-    num_seeds: int
 
 
 def difference(ours: dict[int, Outcome], theirs: dict[int, Outcome]) -> Difference:
-    """Compare two methods on the seeds that both ran from the same start policy, by the paired t distribution."""
-    seeds = sorted(seed for seed in ours.keys() & theirs.keys() if ours[seed].began == theirs[seed].began)
+    """Compare two methods seed by seed, by the paired t distribution.
+
+    Raises:
+        ValueError: if their seeds differ, or if a seed began from two start policies.
+    """
+    seeds = sorted(ours)
+    if seeds != sorted(theirs) or any(ours[seed].began != theirs[seed].began for seed in seeds):
+        raise ValueError("the two methods have different seeds, or a seed has two start policies")
     pairs = [[method[seed].accuracy for seed in seeds] for method in (ours, theirs)]
     result = stats.ttest_rel(*pairs)
     low, high = result.confidence_interval(0.95)
     mean = fmean(a - b for a, b in zip(*pairs, strict=True))
-    return Difference(mean, float(low), float(high), float(result.pvalue), len(seeds))
+    return Difference(mean, float(low), float(high), float(result.pvalue))
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Return the p-values corrected for their number by Holm's step-down method."""
+    """Return the p-values corrected for their number by Holm's step-down method.
+
+    Raises:
+        ValueError: for a p-value that is not a number, as of two runs that are equal.
+    """
+    if any(p != p for p in p_values):
+        raise ValueError("a p-value is not a number")
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -193,8 +226,8 @@ def screen_lines(table: Table) -> list[str]:
         for method in sorted(by_method, key=lambda m: -max(map(mean_accuracy, by_method[m].values()))):
             best = by_method[method][best_rates(by_method[method])[0]].values()
             details = [fmean(getattr(o, key) for o in best) for key in ("area", "entropy", "pass16")]
-            fell = sum(o.fell for by_seed in by_method[method].values() for o in by_seed.values())
-            cells = [with_error(by_method[method].get(rate, {})) for rate in rates]
+            fell = sum(outcome.fell for outcome in best)
+            cells = [mean_and_error([o.accuracy for o in by_method[method].get(rate, {}).values()]) for rate in rates]
             rows.append([method, *cells, *(f"{value:.3f}" for value in details), str(fell)])
         head = ["method", *(f"{rate:g}" for rate in rates), "area", "entropy", "pass@16", "runs that fell"]
         lines += [f"{name}: held-out accuracy, mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
@@ -204,37 +237,60 @@ def screen_lines(table: Table) -> list[str]:
     return [*lines, f"Stage 2 tests {', '.join(leaders(ranked))}."]
 
 
-def with_error(by_seed: dict[int, Outcome]) -> str:
-    """Format the first endpoint over seeds."""
-    if not by_seed:
-        return ""
-    values = [outcome.accuracy for outcome in by_seed.values()]
-    error = f" \u00b1 {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-    return f"{fmean(values):.3f}{error} ({len(values)})"
+def screened_regime(screened: Table, name: str) -> str:
+    """Return the regime of stage 1 that chooses for a regime of stage 2: a where there are several epochs, else b."""
+    (chosen,) = [regime for regime in screened if ("epochs" in regime) == ("epochs" in name)]
+    return chosen
 
 
-def screened_rate(screened: Table, name: str, method: str) -> float:
-    """Return the rate that stage 1 chose for a method in a regime of stage 2."""
-    several_epochs = [regime for regime in screened if "epochs" in regime]
-    late = [regime for regime in screened if "epochs" not in regime]
-    (chosen,) = several_epochs if "epochs" in name else late
-    if chosen in several_epochs:
+def screened_rates(screened: Table, name: str, method: str) -> list[float]:
+    """Return the rates of stage 1 for a method in a regime of stage 2, the best first."""
+    chosen = screened_regime(screened, name)
+    if "epochs" in chosen:
         method = SAME_AS_IN_REGIME_A.get(method, method)
-    return best_rates(screened[chosen][method])[0]
+    return best_rates(screened[chosen][method])
 
 
-def difference_lines(table: Table, screened: Table, against: str = "ppo") -> list[str]:
-    """Return Markdown: each method's difference from one, at the rates that stage 1 chose, corrected as one family."""
-    pairs = [(name, method) for name, by_method in table.items() for method in by_method if method != against]
-    found = []
-    for name, method in pairs:
-        ours, theirs = (table[name][m][screened_rate(screened, name, m)] for m in (method, against))
-        found.append(difference(ours, theirs))
-    rows = [
-        [name, method, f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{d.p:.4f}", f"{p:.4f}", str(d.num_seeds)]
-        for (name, method), d, p in zip(pairs, found, holm([d.p for d in found]), strict=True)
-    ]
-    return markdown(["regime", "method", f"less {against}", "95% interval", "p", "p after Holm", "seeds"], rows)
+def best_other(screened: Table, name: str, among: Collection[str]) -> str:
+    """Return the method, of those in `among`, that stage 1 found best for a regime of stage 2."""
+    by_method = screened[screened_regime(screened, name)]
+    return max(
+        by_method.keys() & set(among), key=lambda m: mean_accuracy(by_method[m][screened_rates(screened, name, m)[0]])
+    )
+
+
+Comparison = tuple[str, str, str, int]  # regime, method, the method that it is compared with, which of its best rates
+
+
+def families(table: Table, screened: Table) -> dict[str, list[Comparison]]:
+    """Return the planned comparisons by family; each family is corrected for its number alone."""
+    tested = {method for by_method in table.values() for method in by_method}
+    ours = next(method for method, _ in ranking(screened) if method in OURS and method in tested)
+    with_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
+    others = [(name, best_other(screened, name, tested - set(OURS))) for name in table]
+    return {
+        "primary: less ppo": [(*pair, 0) for pair in with_ppo if pair[0] in screened],
+        "other regimes: less ppo": [(*pair, 0) for pair in with_ppo if pair[0] not in screened],
+        "second rate: less ppo": [(*pair, 1) for pair in with_ppo if pair[0] in screened],
+        "ours: less the best other rule of stage 1": [(name, ours, other, 0) for name, other in others],
+    }
+
+
+def difference_lines(table: Table, screened: Table) -> list[str]:
+    """Return Markdown: every planned difference, at the rates that stage 1 chose, one table per family."""
+    lines = []
+    for title, comparisons in families(table, screened).items():
+        found = []
+        for name, *methods, rank in comparisons:
+            ours, theirs = (table[name][method][screened_rates(screened, name, method)[rank]] for method in methods)
+            found.append(difference(ours, theirs))
+        rows = [
+            [name, method, other, f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{p:.4f}", str(d.low > -MARGIN)]
+            for (name, method, other, _), d, p in zip(comparisons, found, holm([d.p for d in found]), strict=True)
+        ]
+        head = ["regime", "method", "less", "mean", "95% interval of this comparison", "p after Holm", "not worse"]
+        lines += [title, "", *markdown(head, rows)]
+    return lines
 
 
 def main() -> None:
@@ -242,17 +298,18 @@ def main() -> None:
     parser.add_argument("stage", choices=[*STAGES, "entropy"])
     parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
-    parser.add_argument("--runs", type=Path, default=Path("runs/late_data/cells"), help="default: %(default)s")
+    parser.add_argument("--runs", type=Path, default=Path("runs/late_data/protocol"), help="default: %(default)s")
     args = parser.parse_args()
     cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
     if args.stage == "entropy":
         print("\n".join(entropy_lines(cells, found)))
         return
-    screened = outcomes(cells, found, STAGES["screen"])
+    screened, left_out = outcomes(cells, found, STAGES["screen"])
     if args.stage == "screen":
-        print("\n".join(screen_lines(screened)))
+        print("\n".join([*screen_lines(screened), *left_out]))
         return
-    print("\n".join(difference_lines(outcomes(cells, found, STAGES["test"]), screened)))
+    table, left_out = outcomes(cells, found, STAGES["test"])
+    print("\n".join([*difference_lines(table, screened), *left_out]))
 
 
 if __name__ == "__main__":

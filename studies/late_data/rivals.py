@@ -6,7 +6,9 @@ r = pi_theta / pi_behavior, A the advantage; a weight w stands for the gradient 
     cispo  w = min(r, 1.28)                                                                 arXiv 2506.13585
     dis    w = r for 0.2 <= r <= 4, else 0                                                  arXiv 2607.07508
     sapo   w = 4 sigma (1 - sigma) r, sigma = sigmoid(t (r - 1)), t 1 (A > 0) or 1.05        arXiv 2511.20347
-    gspo   w = s inside [1 - 0.03, 1 + 0.04], s the geometric mean of the response's ratios  arXiv 2507.18071
+    gspo   w = s inside [1 - 0.03, 1 + 0.04], s the geometric mean of the response's ratios, arXiv 2507.18071
+           times mean length / length: a mean per response, as there; the bounds are 100
+           times as wide as there, because responses are short
     a3po   bounds [0.8^n, 1.2^n] for data that are n rollouts late                           arXiv 2512.06547
 """
 
@@ -38,7 +40,8 @@ class Gspo(TaperedWeights):
         log_ratio = (tokens.log_probs - tokens.behavior_log_probs) * (tokens.weight > 0)
         ratio = (log_ratio.sum(-1, keepdim=True) / (tokens.weight > 0).sum(-1, keepdim=True)).exp()
         inside = torch.where(tokens.advantages > 0, ratio <= 1.04, ratio >= 0.97)
-        return ratio * inside
+        length = (tokens.weight > 0).sum(-1, keepdim=True)
+        return ratio * inside * length.double().mean().float() / length
 
 
 def a3po(lag: int) -> ClipRule:

@@ -14,9 +14,11 @@ import tempfile
 from math import nan
 from pathlib import Path
 
-from walk import Run, fixed_bounds, main
+from walk import CHECKPOINTS, Run, fixed_bounds, main
 
 from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.core.other_rules import RULES
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = {
@@ -41,25 +43,51 @@ COLUMNS = {
 }
 
 
-def flags_of(run: Run) -> list[str]:
-    """Translate walk.py's flags into flags of the training command."""
-    flags = ["--train.seed", run.seed, "--actor.adam.lr", run.lr, "--offpolicy.lag", run.lag, *DATA[run.task]]
+def method_of(run: Run) -> tuple[dict[str, str], list]:
+    """Translate the rule: variables for scripts/method.sh, and flags of the training command.
+
+    Raises:
+        ValueError: for a rule or a setting that the pipeline does not have.
+    """
+    for name in ("step", "mixed", "wrong", "replay", "same_update", "smoothing_of"):
+        if getattr(run, name) != getattr(Run(), name):
+            raise ValueError(f"--{name} {getattr(run, name)} is not allowed: the pipeline does not have it")
+    name, _, settings = run.clip.partition(":")
+    is_decoupled = (run.base, run.correction, run.cap) == ("start", "clip", 2.0)
+    flags = ["--offpolicy.objective", "decoupled"] if is_decoupled else []
+    flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
     if bounds := fixed_bounds(run.clip):
         low, high = bounds
         flags += ["--actor.eps_clip_low_high", f"{1 - low:.6g}", f"{high - 1:.6g}"]
-    else:
-        flags += ["--bapo.smoothing", run.half_life]
-        flags += ["--bapo.contribution", run.contribution] if run.contribution else []
-        flags += ["--bapo.positive_contribution_target", run.target] if run.target else []
-    flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
-    return [str(flag) for flag in flags]
+        if run.base == "start" and not is_decoupled:
+            return {"METHOD": {"": "stock", "mask": "stock_is"}[run.correction]}, flags
+        return {"METHOD": "grpo"}, flags
+    if run.base == "start" and not is_decoupled:
+        raise ValueError(f"--base start is not allowed with --clip {run.clip}, but for --correction clip --cap 2")
+    if name in RULES:
+        for setting in filter(None, settings.split(",")):
+            key, _, value = setting.partition("=")
+            flags += [f"--{name}.{key}", value]
+        return {"METHOD": name}, flags
+    if name not in PRESETS:
+        raise ValueError(f"--clip {run.clip} is not allowed: the pipeline has no such rule")
+    flags += ["--bapo.smoothing", run.half_life] if run.half_life else []
+    flags += ["--bapo.contribution", run.contribution] if run.contribution else []
+    flags += ["--bapo.positive_contribution_target", run.target] if run.target else []
+    return {"METHOD": "bapo", "PRESET": name}, flags
+
+
+def flags_of(run: Run) -> list[str]:
+    """Translate walk.py's flags into flags of the training command."""
+    data = ["--train.seed", run.seed, "--actor.adam.lr", run.lr, "--offpolicy.lag", run.lag, *DATA[run.task]]
+    return [str(flag) for flag in (*data, *method_of(run)[1])]
 
 
 def rows_of(scalars: dict[str, tuple[list[int], list[float]]]) -> list[dict[str, float]]:
     """Return one row per rollout from a run's scalars: NaN where nothing was logged, `pass1` only in the last row."""
     logged = {name: dict(zip(*scalars.get(f"train/{tag}", ((), ())), strict=True)) for name, tag in COLUMNS.items()}
     ((steps, heldout),) = (logged for tag, logged in scalars.items() if tag.endswith("_pass1"))
-    logged["pass1"] = {steps[-1]: heldout[-1]}
+    logged |= {"heldout": dict(zip(steps, heldout, strict=True)), "pass1": {steps[-1]: heldout[-1]}}
     return [
         {"rollout": step} | {name: values.get(step, nan) for name, values in logged.items()}
         for step in sorted(logged["reward"])
@@ -71,8 +99,9 @@ def train(run: Run) -> list[dict[str, float]]:
     start = Path(run.starts, f"pipeline-seed{run.seed}").resolve()
     prepare = ["examples/quickstart/prepare.py", "--task", "walk", "--seed", str(run.seed), str(start)]
     subprocess.run([sys.executable, *prepare], cwd=REPOSITORY, check=True)
-    method = {"METHOD": "grpo"} if fixed_bounds(run.clip) else {"METHOD": "bapo", "PRESET": run.clip}
-    sizes = {"STEPS": run.rollouts, "EVAL_STEPS": run.rollouts, "UPDATES": run.updates, "EPOCHS": run.epochs}
+    method, _ = method_of(run)
+    every = max(1, run.rollouts // CHECKPOINTS)
+    sizes = {"STEPS": run.rollouts, "EVAL_STEPS": every, "UPDATES": run.updates, "EPOCHS": run.epochs}
     with tempfile.TemporaryDirectory(dir=start.parent) as folder:
         Path(folder, "start").symlink_to(start)
         settings = {"TASK": "walk", "SEED": run.seed, "RUNS": folder, "MAX_NEW_TOKENS": 40} | sizes | method

@@ -22,7 +22,8 @@ from openrlhf_bapo.core.other_rules import RULES
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
-CHECKPOINTS = 15  # evaluations on held-out prompts in a run
+CHECKPOINTS = 15  # evenly spaced evaluations on held-out prompts in a run
+ENDPOINT_SAMPLES = 24  # per held-out prompt over the last fifth of a run, all of whose rollouts are evaluated
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
 
 
@@ -156,7 +157,7 @@ class Policy(torch.nn.Module):
 
 
 @torch.no_grad()
-def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False):
+def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False, generator=None):
     """Return responses to prompts [rows, 4] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
@@ -165,7 +166,7 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, 
     alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
     log_probs = policy(policy.num_actions + prompts, caches)[:, -1]
     for step in range(task.max_tokens):
-        token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1).squeeze(1)
+        token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
         responses[alive, step] = token
         behavior[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
         entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)
@@ -278,9 +279,9 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run
     update = update or rule.close_update()  # its bounds were known before its forward pass
 
     r = importance_ratio(log_probs.detach(), behavior_log_probs)[mask]
-    ess = r.sum() ** 2 / (len(r) * (r * r).sum())
     if run.step == "vcpo":
-        optimizer.param_groups[0]["lr"] = run.lr * float(ess.sqrt())
+        of_responses = ((log_probs.detach() - behavior_log_probs) * mask).sum(1).exp()
+        optimizer.param_groups[0]["lr"] = run.lr * float(effective_sample_size(of_responses).sqrt())
     norm = optimize(policy, optimizer, -(weight * gain).sum() / mask.sum())
 
     found, is_one_pair = update.found or update.used, lower.dim() == 0
@@ -293,7 +294,12 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run
     sides = ("clip_positive", advantages > 0), ("clip_negative", advantages < 0)
     metrics |= {name: (gradient[side & mask] == 0).float().mean() for name, side in sides}
     metrics |= {name: torch.tensor(value) for name, value in entropy_rule.take_metrics().items()}
-    return metrics | {"ess": ess, "ratio_max": r.max(), "grad_norm": norm}
+    return metrics | {"ess": effective_sample_size(r), "ratio_max": r.max(), "grad_norm": norm}
+
+
+def effective_sample_size(ratio: torch.Tensor) -> torch.Tensor:
+    """Return the effective sample size of importance ratios as a fraction of their number."""
+    return ratio.sum() ** 2 / (len(ratio) * (ratio * ratio).sum())
 
 
 def positive_share(weights: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -323,8 +329,8 @@ def joined(rollouts: list):
     return SimpleNamespace(**{name: torch.cat([getattr(r, name) for r in rollouts]) for name in vars(rollouts[0])})
 
 
-def due(made: list, number: int, run: Run) -> list:
-    """Return what is trained on after rollout `number`, from all rollouts so far (None: no longer needed)."""
+def due(made: list, number: int, run: Run, order: torch.Generator) -> list:
+    """Return what is trained on after rollout `number`, from all rollouts so far. `order` draws what is replayed."""
     if run.mixed:  # prompt p of each rollout waits for p % (lag + 1) rollouts
         waits = torch.arange(run.prompts).repeat_interleave(run.samples) % (run.lag + 1)
         parts = [take(made[number - wait], waits == wait) for wait in range(run.lag + 1) if number >= wait]
@@ -332,7 +338,7 @@ def due(made: list, number: int, run: Run) -> list:
         parts = [made[number - run.lag]] if number >= run.lag else []
     if run.replay and parts and number > run.lag:
         past = joined(made[max(0, number - run.lag - run.replay) : number - run.lag])
-        groups = torch.randperm(len(past.rewards) // run.samples)[: run.prompts]
+        groups = torch.randperm(len(past.rewards) // run.samples, generator=order)[: run.prompts]
         parts.append(take(past, (groups[:, None] * run.samples + torch.arange(run.samples)).flatten()))
     return parts
 
@@ -343,15 +349,19 @@ def train(run: Run) -> list[dict[str, float]]:
     policy, made, table = start_policy(run, task), [], []
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     torch.manual_seed(run.seed)
+    # Every method of a seed has the same prompts in the same order, whatever it draws for its responses.
+    order, evaluation = (torch.Generator().manual_seed(run.seed) for _ in range(2))
     changed_at, _, change = run.then.partition(":")
-    checkpoints = [round(run.rollouts * k / CHECKPOINTS) - 1 for k in range(1, CHECKPOINTS + 1)]
+    checkpoints, fifth = evenly_spaced(run.rollouts), run.rollouts // 5
     for number in range(run.rollouts):
         if str(number) == changed_at:
             name, _, value = change.partition("=")
             run = replace(run, **{name: type(getattr(run, name))(value)})
             optimizer.param_groups[0]["lr"] = run.lr
-        chosen = prompts[torch.randint(len(prompts), (run.prompts,))]
+        chosen = prompts[torch.randint(len(prompts), (run.prompts,), generator=order)]
         rollout = sample(policy, chosen, task, run.samples * (2 if run.wrong else 1))
+        row = {"rollout": number, "reward": rollout.rewards.mean()}
+        row["entropy"] = rollout.entropy[token_mask(rollout.responses)].mean()
         if run.wrong:
             rollout = select_wrong(rollout, run.wrong, run.samples)
         groups, mask = rollout.rewards.view(-1, run.samples), token_mask(rollout.responses)
@@ -359,21 +369,20 @@ def train(run: Run) -> list[dict[str, float]]:
         rollout.advantages = advantages
         made.append(rollout)
         length, positive = mask.sum(1).double(), advantages > 0
-        row = {"rollout": number, "reward": rollout.rewards.mean(), "entropy": rollout.entropy[mask].mean()}
         row |= {"length_positive": length[positive].mean(), "length_negative": length[advantages < 0].mean()}
         row["share_on_policy"] = (advantages * length)[positive].sum() / (advantages.abs() * length).sum()
-        if parts := due(made, number, run):  # the last `lag` rollouts of a run are never trained on
+        if parts := due(made, number, run, order):  # the last `lag` rollouts of a run are never trained on
             stale = joined(parts)
             if run.base == "start":
                 stale = SimpleNamespace(**vars(stale), start=start_log_probs(policy, stale))
-            chunks = [p for _ in range(run.epochs) for p in torch.randperm(len(stale.rewards)).chunk(run.updates)]
+            orders = [torch.randperm(len(stale.rewards), generator=order) for _ in range(run.epochs)]
+            chunks = [part for rows in orders for part in rows.chunk(run.updates)]
             updates = [train_on(policy, optimizer, stale, part, rule, run) for part in chunks]
             row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
-        if number in checkpoints:
-            is_last = number + 1 == run.rollouts
-            # The endpoint is the mean of the last three.
-            samples = 16 if is_last else 8 if number >= checkpoints[-3] else 2
-            right = sample(policy, heldout, task, samples).rewards.view(-1, samples)
+        in_last_fifth, is_last = number >= run.rollouts - fifth, number + 1 == run.rollouts
+        if number in checkpoints or in_last_fifth:
+            samples = 16 if is_last else ENDPOINT_SAMPLES // fifth if in_last_fifth else 2
+            right = sample(policy, heldout, task, samples, generator=evaluation).rewards.view(-1, samples)
             row["heldout"] = right.mean()
             if is_last:
                 row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
@@ -381,6 +390,11 @@ def train(run: Run) -> list[dict[str, float]]:
         if number % 5 == 0 or number + 1 == run.rollouts:
             print(" ".join(f"{name} {value:.3g}" for name, value in table[-1].items()), flush=True)
     return table
+
+
+def evenly_spaced(rollouts: int) -> list[int]:
+    """Return the rollouts after which a run of this length has its evenly spaced evaluations."""
+    return [round(rollouts * k / CHECKPOINTS) - 1 for k in range(1, CHECKPOINTS + 1)]
 
 
 @torch.no_grad()

@@ -258,7 +258,7 @@ def tapered_by_response(row, new, old, advantage):
 
 def geometric_mean_inside(row, new, old, advantage):
     ratio = (new - old).mean().exp()
-    return (ratio * (ratio <= 1.04 if advantage > 0 else ratio >= 0.97)).expand_as(new)
+    return (ratio * (ratio <= 1.04 if advantage > 0 else ratio >= 0.97) / len(new)).expand_as(new)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,8 @@ def geometric_mean_inside(row, new, old, advantage):
 def test_a_rule_with_weights_steps_along_its_weighted_policy_gradient(policy, stale, clip, weight_of):
     rows = torch.arange(20)
     gradient = weighted_gradient(policy, stale, rows, weight_of)
+    if clip == "gspo":  # a mean per response
+        gradient *= walk.token_mask(stale.responses[:20]).sum() / 20
     metrics, moved = update(policy, stale, rows, walk.Run(clip=clip))
     torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
     assert metrics["lower"].isnan() and metrics["upper"].isnan()
@@ -316,7 +318,7 @@ def test_the_start_is_the_policy_when_training_on_the_rollout_begins(tiny, monke
 def test_a_mixed_lag_trains_each_part_of_a_rollout_once_up_to_lag_rollouts_late(tiny):
     run = replace(tiny, lag=2, mixed=True)
     made = [rollout_of(run, number) for number in range(4)]
-    trained = [[int(x) for part in walk.due(made[: n + 1], n, run) for x in part.rewards] for n in range(4)]
+    trained = [[int(x) for part in due(made[: n + 1], n, run) for x in part.rewards] for n in range(4)]
     # Prompts 0 and 3 wait for no rollout, 1 for one, 2 for two.
     assert trained[0] == [0] * 8
     assert sorted(trained[3]) == [1] * 4 + [2] * 4 + [3] * 8
@@ -325,10 +327,14 @@ def test_a_mixed_lag_trains_each_part_of_a_rollout_once_up_to_lag_rollouts_late(
 def test_replay_adds_as_many_groups_of_the_rollouts_before(tiny):
     run = replace(tiny, replay=2)
     made = [rollout_of(run, number) for number in range(4)]
-    assert len(walk.due(made[:1], 0, run)) == 1
-    fresh, past = walk.due(made, 3, run)
+    assert len(due(made[:1], 0, run)) == 1
+    fresh, past = due(made, 3, run)
     assert fresh is made[3] and set(past.rewards.tolist()) <= {1.0, 2.0} and len(past.rewards) == 16
     assert torch.equal(past.prompts.view(4, 4, -1), past.prompts.view(4, 4, -1)[:, :1].expand(4, 4, -1))
+
+
+def due(made: list, number: int, run: walk.Run) -> list:
+    return walk.due(made, number, run, torch.Generator().manual_seed(0))
 
 
 def rollout_of(run, number: int):
@@ -348,17 +354,40 @@ def test_wrong_selects_half_of_the_responses_with_the_share_of_wrong_ones_if_the
     assert int((selected.rewards[:4] == 0).sum()) == expected
 
 
-def test_a_run_has_fifteen_checkpoints_of_which_three_lie_in_its_last_fifth(tiny):
+def test_a_run_has_fifteen_evenly_spaced_checkpoints_and_every_rollout_of_its_last_fifth(tiny):
     table = walk.train(replace(tiny, rollouts=30))
     measured = [row["rollout"] for row in table if "heldout" in row]
-    assert len(measured) == 15 and measured[-1] == 29 and sum(number >= 24 for number in measured) == 3
+    assert measured == [*range(1, 24, 2), *range(24, 30)]
+    assert walk.evenly_spaced(30) == [*range(1, 30, 2)]
 
 
-def test_vcpo_scales_the_learning_rate_by_the_root_of_the_effective_sample_size(policy, stale):
+def test_every_method_of_a_seed_has_the_same_prompts_in_the_same_order(tiny, monkeypatch):
+    seen = []
+    train_on = walk.train_on
+
+    def recording(policy, optimizer, rollout, rows, *rest):
+        seen[-1].append((rollout.prompts.tolist(), rows.tolist()))
+        return train_on(policy, optimizer, rollout, rows, *rest)
+
+    monkeypatch.setattr(walk, "train_on", recording)
+    for clip in ("ppo", "topr"):
+        seen.append([])
+        walk.train(replace(tiny, clip=clip, replay=2, lr=0.1))
+    assert seen[0] == seen[1] and len(seen[0]) == 10
+
+
+def test_of_selected_samples_reward_and_entropy_are_those_of_all_samples(tiny):
+    all_samples, selected = (walk.train(replace(tiny, wrong=wrong, samples=n))[0] for wrong, n in ((0, 8), (0.75, 4)))
+    assert (all_samples["reward"], all_samples["entropy"]) == (selected["reward"], selected["entropy"])
+
+
+def test_vcpo_scales_the_learning_rate_by_the_root_of_the_effective_sample_size_of_responses(policy, stale):
     run = walk.Run(clip="0.5:1.2", step="vcpo", lr=0.5)
-    ratio, _ = ratios(policy, stale, torch.arange(20))
+    mask = walk.token_mask(stale.responses[:20])
+    of_tokens = ((walk.start_log_probs(policy, stale) - stale.log_probs)[:20] * mask).sum(1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     walk.train_on(policy, optimizer, stale, torch.arange(20), walk.clip_rule(run), run)
+    ratio = of_tokens.exp()
     expected = 0.5 * float(ratio.sum() / (len(ratio) * (ratio * ratio).sum()).sqrt())
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-5)
 
@@ -394,8 +423,8 @@ def test_every_row_is_trained_on_once_per_epoch_and_lag_rollouts_after_it_was_ma
     made, trained = [], []  # rollouts; (number of the newest rollout, number of the trained one, its rows)
     sample, train_on = walk.sample, walk.train_on
 
-    def recording_sample(policy, prompts, task, samples=1, greedy=False):
-        rollout = sample(policy, prompts, task, samples, greedy)
+    def recording_sample(policy, prompts, task, samples=1, **settings):
+        rollout = sample(policy, prompts, task, samples, **settings)
         if samples == tiny.samples:  # otherwise it is an evaluation
             made.append(rollout)
         return rollout
@@ -578,6 +607,41 @@ def test_flags_of_a_pipeline_cell_give_the_training_command_the_same_settings(tm
     assert (found.contribution, found.positive_contribution_target, found.smoothing) == ("surrogate", 0.5, 0)
     assert settings(*bapo, clip="readme", task="pipeline_replay", lag=0).replay.ratio > 0
     assert settings(*bapo, clip="readme", task="pipeline_partial", lag=0).partial.token_budget > 0
+    steady = settings("--policy_loss", "bapo", "--bapo.preset", "steady", clip="steady", dual_clip=3.0)
+    assert (steady.bapo.smoothing, steady.actor.dual_clip) == (20.0, 3.0)
+    topr = settings("--policy_loss", "topr", clip="topr:level=sequence")
+    assert topr.topr.level == "sequence"
+    decoupled = settings(*bapo, clip="paper", base="start", correction="clip")
+    assert decoupled.offpolicy.objective == "decoupled"
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        ({"clip": "ppo"}, {"METHOD": "grpo"}),
+        ({"clip": "ppo", "base": "start"}, {"METHOD": "stock"}),
+        ({"clip": "ppo", "base": "start", "correction": "mask"}, {"METHOD": "stock_is"}),
+        ({"clip": "ppo", "base": "start", "correction": "clip"}, {"METHOD": "grpo"}),
+        ({"clip": "steady"}, {"METHOD": "bapo", "PRESET": "steady"}),
+        ({"clip": "balanced:half_life=20"}, {"METHOD": "balanced"}),
+    ],
+)
+def test_a_pipeline_cell_names_its_method_as_the_scripts_do(given, method):
+    assert through_pipeline.method_of(walk.Run(**given))[0] == method
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"clip": "gspo"}, "--clip gspo"),
+        ({"clip": "paper", "base": "start"}, "--base start .* paper"),
+        ({"clip": "0.5:1.2", "step": "vcpo"}, "--step vcpo"),
+        ({"clip": "ppo", "mixed": True}, "--mixed True"),
+    ],
+)
+def test_a_pipeline_cell_with_a_setting_that_the_pipeline_lacks_is_refused(given, named):
+    with pytest.raises(ValueError, match=named):
+        through_pipeline.method_of(walk.Run(**given))
 
 
 def test_an_undefined_method_in_study_toml_is_refused_by_name(tmp_path):
@@ -602,32 +666,53 @@ def with_accuracy(*values: float) -> dict[int, compare.Outcome]:
     return {seed: compare.Outcome(value, value, 0.5, 1.0, False, (0.1, 1.0)) for seed, value in enumerate(values)}
 
 
-def test_the_endpoint_is_the_mean_of_the_last_three_checkpoints():
+def test_the_endpoint_is_the_mean_of_the_last_fifth():
+    late = [0.1, 0.2, 0.3, 0.1, 0.2, 0.3]
     columns = {
-        "heldout": [0.5, nan, 0.6, 0.1, nan, 0.2, 0.3],
-        "entropy": [9.0] * 6 + [0.4],
-        "pass16": [nan] * 6 + [0.9],
+        "heldout": [nan, 0.6] * 12 + late,
+        "reward": [0.25, *[0.9] * 29],
+        "entropy": [9.0] * 29 + [0.6],
+        "pass16": [nan] * 29 + [0.9],
     }
-    columns = {name: values * (5 if name == "entropy" else 1) for name, values in columns.items()} | {"reward": [0.3]}
     found = compare.outcome(columns)
-    assert found.accuracy == pytest.approx(0.2) and found.area == pytest.approx(0.34) and found.fell
-    assert found.began == (0.3, 9.0)
-    assert found.entropy == pytest.approx((6 * 9.0 + 0.4) / 7) and found.pass16 == 0.9
+    assert found.accuracy == pytest.approx(0.2) and found.area == pytest.approx((12 * 0.6 + sum(late[1::2])) / 15)
+    assert found.fell and not compare.outcome(columns | {"reward": [0.15, *[0.9] * 29]}).fell
+    assert found.began == (0.25, 9.0)
+    assert found.entropy == pytest.approx((5 * 9.0 + 0.6) / 6) and found.pass16 == 0.9
+
+
+def test_a_method_that_lacks_a_planned_cell_is_left_out_and_named():
+    cell = {"task": "walk", "lag": 8, "regime": {}, "lr": 1e-4}
+    methods = {"a": "ppo", "b": "topr", "c": "topr", "d": "m2"}
+    seeds = {"a": 200, "b": 200, "c": 201, "d": 210}
+    cells = {name: cell | {"method": method, "seed": seeds[name]} for name, method in methods.items()}
+    columns = {"heldout": [0.5] * 15, "reward": [0.3] * 15, "entropy": [1.0] * 15, "pass16": [0.9] * 15}
+    table, left_out = compare.outcomes(cells, {"a": columns, "b": columns, "d": columns}, range(200, 205))
+    assert {name: [*by_method] for name, by_method in table.items()} == {"walk lag 8": ["ppo"]}
+    assert left_out == ["Left out: topr in walk lag 8, which lacks 1 of 2 cells."]
 
 
 def test_differences_are_paired_by_seed_with_the_t_distributions_interval():
-    ours, theirs = with_accuracy(0.6, 0.8, 0.7, 0.9, 0.1), with_accuracy(0.5, 0.6, 0.6, 0.7, 0.9)
-    theirs[4] = replace(theirs[4], began=(0.2, 1.0))  # from another start policy
+    ours, theirs = with_accuracy(0.6, 0.8, 0.7, 0.9), with_accuracy(0.5, 0.6, 0.6, 0.7)
     found = compare.difference(ours, theirs)
     # mean 0.15, standard error 0.02887, t of 3 degrees of freedom at 0.975: 3.18245
-    assert found.mean == pytest.approx(0.15) and found.num_seeds == 4
+    assert found.mean == pytest.approx(0.15)
     assert (found.low, found.high) == pytest.approx((0.15 - 3.18245 * 0.0288675, 0.15 + 3.18245 * 0.0288675), abs=1e-5)
     assert found.p == pytest.approx(0.01385, abs=1e-4)
+
+
+def test_methods_with_other_seeds_or_start_policies_are_not_compared():
+    ours, theirs = with_accuracy(0.6, 0.8), with_accuracy(0.5, 0.6)
+    for other in (theirs | {1: replace(theirs[1], began=(0.2, 1.0))}, {0: theirs[0]}):
+        with pytest.raises(ValueError, match="different seeds, or a seed has two start policies"):
+            compare.difference(ours, other)
 
 
 def test_holm_multiplies_by_the_comparisons_that_are_left_and_never_decreases():
     assert compare.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
     assert compare.holm([0.5, 0.9]) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="not a number"):
+        compare.holm([0.04, nan])
 
 
 def test_the_leaders_are_the_best_of_each_kind_beside_the_rules_that_are_always_tested():
@@ -635,6 +720,8 @@ def test_the_leaders_are_the_best_of_each_kind_beside_the_rules_that_are_always_
         (m, 0.0) for m in ("topr", "ppo", "topr_sequence", "balanced_steady", "m2", "balanced", "readme", "steady")
     ]
     assert compare.leaders(ranked)[3:] == ["topr", "balanced_steady", "m2", "readme"]
+    ranked = [(m, 0.0) for m in ("topr", "m2", "readme", "cispo", "dis", "balanced", "steady")]
+    assert compare.leaders(ranked)[3:] == ["topr", "m2", "readme", "cispo", "balanced"]  # one of ours is among them
 
 
 def test_a_rule_that_is_another_one_in_the_papers_regime_takes_its_figures_there():
@@ -644,8 +731,26 @@ def test_a_rule_that_is_another_one_in_the_papers_regime_takes_its_figures_there
         paper: {"ppo": {1e-4: with_accuracy(0.7)}, "topr": {1e-4: with_accuracy(0.9)}},
     }
     assert compare.ranking(table) == [("ppo", pytest.approx(0.6)), ("stock", pytest.approx(0.55))]
-    assert compare.screened_rate(table, "walk lag 4 epochs 4", "stock") == 1e-4
-    assert compare.screened_rate(table, "walk lag 4 mixed True", "stock") == 5e-5
+    assert compare.screened_rates(table, "walk lag 4 epochs 4", "stock") == [1e-4]
+    assert compare.screened_rates(table, "walk lag 4 mixed True", "stock") == [5e-5, 1e-4]
+
+
+def test_every_family_of_comparisons_is_corrected_for_its_own_number():
+    late, paper, mixed = "walk lag 8", "walk lag 0 epochs 4 rollouts 30", "walk lag 4 mixed True"
+    rates = {5e-5: with_accuracy(0.5, 0.7), 1e-4: with_accuracy(0.4, 0.6)}
+    better = {5e-5: with_accuracy(0.6, 0.9), 1e-4: with_accuracy(0.5, 0.6)}
+    by_method = {"ppo": rates, "m2": better, "balanced": {5e-5: with_accuracy(0.63, 0.93), 1e-4: rates[1e-4]}}
+    screened = {late: by_method, paper: by_method}
+    found = compare.families(screened | {mixed: by_method}, screened)
+    methods = [("m2", "ppo"), ("balanced", "ppo")]
+    assert found["primary: less ppo"] == [(name, *pair, 0) for name in (late, paper) for pair in methods]
+    assert found["other regimes: less ppo"] == [(mixed, *pair, 0) for pair in methods]
+    assert found["second rate: less ppo"] == [(name, *pair, 1) for name in (late, paper) for pair in methods]
+    of_ours = [(name, "balanced", "m2", 0) for name in (late, paper, mixed)]
+    assert found["ours: less the best other rule of stage 1"] == of_ours
+    del found, by_method["balanced"][5e-5][1]
+    with pytest.raises(ValueError, match="different seeds"):
+        compare.difference_lines(screened, screened)
 
 
 def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollout():

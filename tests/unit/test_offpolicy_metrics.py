@@ -102,9 +102,7 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
 
 
 @given(stale_tokens(), st.integers(0, 40), st.booleans(), st.booleans())
-def test_without_staleness_or_optimizer_steps_their_metrics_are_left_out(
-    token_list, cut, staleness, steps
-):
+def test_without_staleness_or_optimizer_steps_their_metrics_are_left_out(token_list, cut, staleness, steps):
     parts = []
     for some in (token_list[:cut], token_list[cut:]):
         *values, versions, optimizer_steps = as_tensors(some)
