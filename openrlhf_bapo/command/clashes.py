@@ -87,6 +87,12 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
             f"--ds.grad_accum_dtype {ds.grad_accum_dtype}: with --ds.zero_stage 0 it must be --ds.param_dtype "
             f"{ds.param_dtype}"
         )
+    if train.dynamic_batch_enable and ds.zero_stage in (1, 2):
+        # accumulate_dynamic_batches turns DeepSpeed's own counting of micro-batches off, which these need.
+        if ds.deepcompile:
+            yield "--ds.deepcompile: with --train.dynamic_batch_enable, allowed with --ds.zero_stage 0 and 3"
+        if ds.overlap_comm and ds.zero_stage == 1:
+            yield "--ds.overlap_comm: with --train.dynamic_batch_enable, allowed with all --ds.zero_stage but 1"
     if num_gpus % ds.zpg:
         yield f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs"
 
@@ -111,6 +117,12 @@ def _clashes_of_batches(args: Namespace) -> Iterator[str]:
         yield (
             f"--train.batch_size {train.batch_size}: must be a multiple of {num_ranks * micro_batch_size}, {per_rank}"
             f"the {num_ranks} data-parallel ranks of --actor.num_gpus_per_node {args.actor.num_gpus_per_node}"
+        )
+    has_rule_of_ours = args.policy_loss not in ("ppo", "gspo")
+    if has_rule_of_ours and not train.dynamic_batch_enable and train.batch_size and num_samples % train.batch_size:
+        yield (
+            f"--train.batch_size {train.batch_size}: with --policy_loss {args.policy_loss} it must divide "
+            f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"
         )
     if num_samples // rollout.micro_batch_size < num_ranks:
         yield (
@@ -186,6 +198,12 @@ def _clashes_of_replay(args: Namespace) -> Iterator[str]:
         yield (
             f"--replay.max_staleness {replay.max_staleness}: never replays, since a group is one version old in the "
             "next training step; allowed: 1 or more"
+        )
+    num_critic_gpus = args.critic.num_nodes * args.critic.num_gpus_per_node
+    if args.algo.advantage.estimator == "gae" and num_critic_gpus > num_actor_gpus(args):
+        yield (
+            f"--critic.num_gpus_per_node {args.critic.num_gpus_per_node}: with --replay.ratio the critic may have at "
+            f"most as many GPUs as the actor, {num_actor_gpus(args)}"
         )
     num_drawn = round(replay.ratio * args.rollout.batch_size)
     if replay.capacity < num_drawn:

@@ -149,7 +149,7 @@ CHECKS = (
         remedy=REMEDIES["bapo/clip_low"],
     ),
     Check("reward_fault/dropped", "{value:.0f} prompt groups were dropped without a reward", total, watch=0),
-    Check("replay/samples_dropped", "{value:.0f} samples filled no whole micro-batch", total, watch=0),
+    Check("replay/samples_dropped", "{value:.0f} samples filled no optimizer step", total, watch=0),
     Check("partial/waiting", "{value:.1f} times as many groups wait as at the start", to_start, watch=3),
     Check("partial/in_flight", "{value:.1f} times as many groups are unfinished as at the start", to_start, watch=3),
 )

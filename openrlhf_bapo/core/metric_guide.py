@@ -189,6 +189,13 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "the negative length grows, and the share falls with it: a length penalty, or a token budget",
         ),
         Guide(
+            ("rollout/groups_left_over",),
+            "groups of the last rollout of the data that fill no optimizer step and are dropped",
+            "not logged",
+            "once per epoch",
+            "batch sizes that divide without a remainder",
+        ),
+        Guide(
             ("rollout/samples_waiting",),
             "samples that a rollout made for later training steps (`--rollout.vllm_generate_batch_size`)",
             "0, or all but a training batch",
@@ -338,9 +345,9 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("replay/samples_dropped",),
-            "samples that filled no whole micro-batch at the end of a step",
+            "samples of a short last rollout that filled no optimizer step",
             "0",
-            "less than a micro-batch per rank",
+            "once per epoch",
             "batch sizes that divide without a remainder",
         ),
         Guide(
@@ -446,13 +453,6 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "not logged",
             "not logged",
             "[troubleshooting](troubleshooting.md)",
-        ),
-        Guide(
-            ("reward_fault/left_over",),
-            "groups that fill no whole micro-batch at the end of the data",
-            "not logged",
-            "once per epoch",
-            "batch sizes that divide without a remainder",
         ),
     ),
 }

@@ -178,11 +178,6 @@ class Group:
         rewards = self.rewards.tolist()
         return any(reward != rewards[0] for reward in rewards)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        """Number of tokens in all samples, prompts included."""
-        return sum(sample["tokens"].numel() for sample in self.samples)
-
 
 class ReplayPool:
     """A pool of at most `config.capacity` groups, each drawn at most `max_reuse` times and up to `max_staleness`."""

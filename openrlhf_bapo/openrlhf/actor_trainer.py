@@ -1,7 +1,6 @@
 """OpenRLHF's ActorPPOTrainer with BAPO's loss and metrics, and clip bounds per optimizer step."""
 
 import functools
-import math
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -67,8 +66,6 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self._num_skipped_in_a_row = 0
         if is_off_policy(self.args):
             self.actor_loss_fn.register_forward_hook(self._tally_off_policy, with_kwargs=True)
-        if self.args.replay.ratio:
-            self._plan_steps_for_all_samples()
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Make OpenRLHF's pass over the replay buffer; add the metrics `bapo/*`, `entropy/*` and `offpolicy/*`.
@@ -179,23 +176,6 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
 
     def _steps_taken(self) -> int:
         return self._num_steps() - self._steps_before
-
-    def _plan_steps_for_all_samples(self) -> None:
-        """Lift dynamic batch's cap on the optimizer steps, which OpenRLHF computes from the fresh samples.
-
-        Its other cap stays: the number of samples in the replay buffer.
-        """
-        upstream = self.replay_buffer.setup_dynamic_batch
-
-        def setup_dynamic_batch(strategy: Any) -> None:
-            planned = strategy.args.rollout.batch_size
-            strategy.args.rollout.batch_size = planned * (1 + math.ceil(strategy.args.replay.ratio))
-            try:
-                upstream(strategy)
-            finally:
-                strategy.args.rollout.batch_size = planned
-
-        self.replay_buffer.setup_dynamic_batch = setup_dynamic_batch
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:
         """Say for each micro-batch of one epoch whether it is the last one of its optimizer step."""

@@ -137,15 +137,17 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             sample.info = {name: value for name, value in sample.info.items() if name in common}
 
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
-        num_ranks //= self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+        gpus_per_sample = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+        num_ranks //= gpus_per_sample
         if is_decoupled(self.args) and replayed:
             self._recompute_denominators(samples[num_fresh:], num_ranks)
-        # Upstream trains on whole micro-batches, and with dynamic batches on whole optimizer steps. A remainder is left
-        # only by a short last rollout.
-        train = self.args.train
-        unit = train.batch_size if train.dynamic_batch_enable else train.micro_batch_size * num_ranks
-        self._metrics["replay/samples_dropped"] = float(len(samples) % unit)
-        samples = samples[: len(samples) // num_ranks * num_ranks]  # all ranks make the same number of optimizer steps
+        # Whole optimizer steps, as in `SamplesGenerator.generate_samples`. A remainder is left only by a short last
+        # rollout.
+        num_left_over = len(samples) % self.args.train.batch_size
+        self._metrics["replay/samples_dropped"] = float(num_left_over)
+        samples = samples[: len(samples) - num_left_over]
+        if gpus_per_sample > 1:  # upstream does not shuffle then
+            samples = _interleaved(samples[:num_fresh], samples[num_fresh:])
         return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
 
     def _recompute_denominators(self, samples: list[Experience], num_ranks: int) -> None:
@@ -221,6 +223,12 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         experience = Experience(**values)
         self._note_age(experience)
         return experience
+
+
+def _interleaved(fresh: list[Experience], replayed: list[Experience]) -> list[Experience]:
+    """Return both lists as one in which they are spread evenly, each in its order."""
+    placed = [(i / len(part), sample) for part in (fresh, replayed) for i, sample in enumerate(part)]
+    return [sample for _, sample in sorted(placed, key=lambda pair: pair[0])]
 
 
 def _to_group(samples: list[Experience], oldest_version: int) -> Group:

@@ -208,7 +208,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         faults = [fault for outcome in group.outcomes if (fault := self._reward_fault(outcome))]
         if faults:
             self._num_lost += 1
-            self._lose(faults[0], self._num_lost, self.args.rollout.batch_size)
+            self._lose(faults[0], self._num_lost, self.args.rollout.batch_size * (1 + self.args.offpolicy.lag))
             self.pool.drop(group, "unrewarded")
         elif self._passes_filter(group):
             return True

@@ -18,6 +18,7 @@ WORKER_SETUP_HOOK = "openrlhf_bapo.openrlhf.registration.register"
 SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
     ("openrlhf.utils.deepspeed.deepspeed", "workarounds.accumulate_dynamic_batches"),
+    ("openrlhf.trainer.ppo_utils.replay_buffer", "workarounds.plan_steps_for_all_samples"),
     ("openrlhf.trainer.ray.launcher", "workarounds.hold_the_ranks_port"),
     ("openrlhf.trainer.ray.ppo_actor", "actor_trainer.use_actor_trainer"),
     ("openrlhf.trainer.ray.ppo_actor", "workarounds.shuffle_by_step"),

@@ -118,8 +118,10 @@ def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleB
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
     directory = pool_directory(args.ckpt.path, "_buffer", tag)
-    if directory is None or not any(directory.parent.glob(f"{directory.name}*")):  # NAME.old, after an interrupted save
+    if directory is None:
         return None
+    if not any(saved.exists() for saved in (directory, directory.with_name(f"{directory.name}.old"))):
+        return None  # NAME.old is left by an interrupted save
     buffer, state = SampleBuffer.load(directory, _groups_fingerprint(args))
     if args.partial.token_budget:
         flag = "--offpolicy.lag" if args.offpolicy.lag else "--partial.token_budget"
@@ -251,12 +253,17 @@ def save_pools(trainer: Any, tag: str) -> None:
         "version_offset": maker.version_offset,
         "steps_by_version": maker.steps_by_version,
     }
-    if maker.pool is not None:
-        maker.pool.save(Path(args.ckpt.path, "_replay", tag), state, _replay_fingerprint(args))
-    if maker.unfinished is not None:
-        maker.unfinished.save(Path(args.ckpt.path, "_partial", tag), state, _partial_fingerprint(args))
-    if maker.buffer is not None:
-        maker.buffer.save(Path(args.ckpt.path, "_buffer", tag), state, _groups_fingerprint(args))
+    for kind, pool, settings in (
+        ("_replay", maker.pool, _replay_fingerprint),
+        ("_partial", maker.unfinished, _partial_fingerprint),
+        ("_buffer", maker.buffer, _groups_fingerprint),
+    ):
+        directory = Path(args.ckpt.path, kind, tag)
+        if pool is not None:
+            pool.save(directory, state, settings(args))
+        else:  # what an earlier run saved under this tag
+            for saved in (directory, directory.with_name(f"{tag}.old")):
+                shutil.rmtree(saved, ignore_errors=True)
 
 
 def save_clip_rule(args: Namespace, tag: str, state: dict[str, torch.Tensor]) -> None:
@@ -302,17 +309,22 @@ def remove_pruned(args: Namespace) -> None:
                 shutil.rmtree(saved)
 
 
-def load_pools(trainer: Any) -> None:
-    """Restore the pools and the policy version in the trainer of a resumed run."""
+def load_pools(trainer: Any) -> bool:
+    """Restore the pools and the policy version in the trainer of a resumed run.
+
+    Returns:
+        Whether responses wait that were made from the data before the checkpoint.
+    """
     maker = trainer.experience_maker
     state = None
     if (loaded := load_saved_pool(trainer.args)) is not None:
         maker.pool, state = loaded
-    if (resumed := load_unfinished(trainer.args)) is not None:
+    resumed, waiting = load_unfinished(trainer.args), load_sample_buffer(trainer.args)
+    if resumed is not None:
         unfinished, state = resumed
         if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
             trainer.samples_generator.take_up(unfinished)
-    if (waiting := load_sample_buffer(trainer.args)) is not None:
+    if waiting is not None:
         buffer, state = waiting
         if hasattr(trainer, "samples_generator"):
             trainer.samples_generator.take_up_buffer(buffer)
@@ -322,6 +334,7 @@ def load_pools(trainer: Any) -> None:
         maker.policy_version = maker.version_offset = state["policy_version"] - 1
         maker.steps_by_version = state["steps_by_version"][:-1]
         maker.num_optimizer_steps = state["steps_by_version"][-1]
+    return resumed is not None or waiting is not None
 
 
 def load_into_generator(actor: Any) -> None:

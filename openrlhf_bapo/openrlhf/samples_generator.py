@@ -77,13 +77,16 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         self._lost: Counter[str] = Counter()
         """Groups that were dropped without a reward since the last log, by reason."""
         self._has_lost_groups = False
+        self._num_left_over = 0  # groups since the last log
+        self._needs_whole_steps = self.args.policy_loss not in ("ppo", "gspo") or self.args.replay.ratio > 0
         self._saved_buffer: SampleBuffer | None = None  # from a checkpoint, until the first rollout
 
     @torch.no_grad()
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """Generate the samples of one training step.
 
-        If groups were dropped, the last batch of the data may be short. It is cut to a size that can be trained on.
+        The last batch of the data may be short. After dropped groups, with a clip rule of ours or with replay, it is
+        cut to whole optimizer steps. DeepSpeed would otherwise add what is left over to the next batch's first step.
 
         Returns:
             As upstream: the samples; the percentage of groups that passed dynamic filtering; the number of prompts
@@ -94,12 +97,16 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             self._dataloader_iter = None if saved.exhausted else iter(self.prompts_dataloader)
         samples, *others = super().generate_samples(**generate_kwargs)
         size = self.args.rollout.n_samples_per_prompt
-        if self._has_lost_groups and len(samples) < self.args.rollout.batch_size * size:
+        is_short = len(samples) < self.args.rollout.batch_size * size
+        if is_short and (self._has_lost_groups or self._needs_whole_steps):
             num_groups = len(samples) // size
-            num_trained = self._num_trainable(num_groups)
-            self._lost["left_over"] += num_groups - num_trained
-            samples = samples[: num_trained * size]
+            samples = samples[: self._num_trainable(num_groups) * size]
+            if left_over := num_groups - len(samples) // size:
+                logger.info(f"{left_over} prompt groups at the end of the data fill no optimizer step and are dropped")
+                self._num_left_over += left_over
         metrics = self._fault_metrics() if samples else {}
+        if samples and self._num_left_over:
+            metrics["rollout/groups_left_over"], self._num_left_over = float(self._num_left_over), 0
         buffer = None
         if self._sample_buffer:
             buffer = SampleBuffer.of(self._sample_buffer, self._dataloader_iter is None)
@@ -212,16 +219,16 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         return experience
 
     def _num_trainable(self, num_groups: int) -> int:
-        """Return how many of `num_groups` groups fill whole micro-batches on all ranks, as upstream requires."""
+        """Return how many of `num_groups` groups fill whole optimizer steps.
+
+        Upstream splits the micro-batches of the log-probs over the ranks, so these must be whole too.
+        """
         train, ds, size = self.args.train, self.args.ds, self.args.rollout.n_samples_per_prompt
         num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         num_ranks //= ds.ring_attn_size * ds.tensor_parallel_size
-        unit = train.micro_batch_size
-        if train.dynamic_batch_enable:
-            unit = train.batch_size // num_ranks
-        elif num_ranks > 1:
-            unit = math.lcm(unit, self.args.rollout.micro_batch_size)
-        unit *= num_ranks
+        unit = train.batch_size
+        if num_ranks > 1 and not train.dynamic_batch_enable:
+            unit = math.lcm(unit, self.args.rollout.micro_batch_size * num_ranks)
         return num_groups - num_groups % (unit // math.gcd(unit, size))
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from openrlhf_bapo.core.clip_rules import importance_ratio
+
 MAX_TOKENS = 16_384
 """The maximum number of tokens in a file, which has about half a megabyte then."""
 
@@ -91,7 +93,7 @@ class TokenDump:
             "position": (active.cumsum(-1) - 1).int(),
             "staleness": experience.staleness.int(),
             "optimizer_steps": (experience.optimizer_steps + update).int(),
-            "ratio": (log_probs - behavior_log_probs).clamp(-20.0, 20.0).exp(),  # as in PolicyLoss.forward
+            "ratio": importance_ratio(log_probs, behavior_log_probs),
             "probability": log_probs.exp(),
             "entropy": self._entropy[:, -active.shape[1] :],
             "advantage": advantages,

@@ -37,7 +37,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
     trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
-    _after(trainer, "init_checkpoint_states", load_pools)
+    trainer.init_checkpoint_states = _resuming_after_the_data(trainer.init_checkpoint_states)
     _after(trainer, "init_checkpoint_states", _save_pools_first)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
@@ -87,6 +87,19 @@ def _with_seeded_order_and_replayed_steps(prepare_datasets: Callable) -> Callabl
         return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
 
     return prepare
+
+
+def _resuming_after_the_data(init_checkpoint_states: Callable) -> Callable:
+    @functools.wraps(init_checkpoint_states)
+    def resuming(self: Any) -> dict:
+        states = init_checkpoint_states(self)
+        has_waiting = load_pools(self)
+        # OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
+        if states["data_loader_state_dict"].get("_iterator_finished") and not has_waiting:
+            states["episode"] += 1
+        return states
+
+    return resuming
 
 
 def _restoring_num_prompts(init_checkpoint_states: Callable) -> Callable:

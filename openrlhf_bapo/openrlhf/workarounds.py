@@ -1,6 +1,7 @@
 """Workarounds for faults of OpenRLHF 0.11.2 and vLLM 0.29, one function per fault."""
 
 import functools
+import math
 import multiprocessing
 import os
 import socket
@@ -53,7 +54,7 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
 
     OpenRLHF tells DeepSpeed that an optimizer step has one micro-batch, but runs several backward passes before it
     steps. ZeRO-1 and 2 then keep the gradient of the last one only. With DeepSpeed's own counting turned off, gradients
-    add up until `step()` is called.
+    add up until `step()` is called. The other stages do so anyway.
     """
     strategy = deepspeed_strategy.DeepspeedStrategy
     upstream = strategy.get_ds_train_config
@@ -61,11 +62,31 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
     @functools.wraps(upstream)
     def get_ds_train_config(self: Any, *args: Any, **kwargs: Any) -> dict:
         config = upstream(self, *args, **kwargs)
-        if self.use_dynamic_batch:
+        if self.use_dynamic_batch and self.stage in (1, 2):
             config["managed_gradient_accumulation"] = False
         return config
 
     strategy.get_ds_train_config = get_ds_train_config
+
+
+def plan_steps_for_all_samples(replay_buffer: ModuleType) -> None:
+    """Lift dynamic batch's cap on the optimizer steps of actor and critic, which OpenRLHF computes from fresh samples.
+
+    Its other cap stays: the number of samples in the buffer.
+    """
+    buffer = replay_buffer.NaiveReplayBuffer
+    upstream = buffer.setup_dynamic_batch
+
+    @functools.wraps(upstream)
+    def setup_dynamic_batch(self: Any, strategy: Any) -> None:
+        planned = strategy.args.rollout.batch_size
+        strategy.args.rollout.batch_size = planned * (1 + math.ceil(strategy.args.replay.ratio))
+        try:
+            upstream(self, strategy)
+        finally:
+            strategy.args.rollout.batch_size = planned
+
+    buffer.setup_dynamic_batch = setup_dynamic_batch
 
 
 def end_with_the_actor(_: ModuleType) -> None:

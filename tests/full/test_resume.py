@@ -105,6 +105,18 @@ def samples_of(batch: dict[str, torch.Tensor], version: int) -> list[tuple]:
     )
 
 
+def test_a_finished_run_that_is_run_again_trains_no_more(tmp_path):
+    directory = pipeline.make_model(tmp_path, num_prompts=28)
+    flags = pipeline.flags(
+        directory, policy_loss="bapo", data__max_samples=28, ckpt__save_steps=1, ckpt__load_enable=True
+    )
+    first, again = (pipeline.steps(pipeline.train(directory, flags, name)) for name in ("first", "again"))
+    # The last 12 prompts x 4 samples fill one optimizer step of 32 samples.
+    assert [step["rollout/num_samples"] for step in first] == [64, 32]
+    assert "rollout/groups_left_over" not in first[0] and first[1]["rollout/groups_left_over"] == 4
+    assert again == []
+
+
 def test_a_checkpoint_that_was_being_written_is_removed_before_it_can_push_out_the_whole_one(tmp_path):
     for group, latest in (("_actor", 4), ("_critic", 6)):
         for step in (2, 4, 6, 10):

@@ -458,8 +458,8 @@ def test_expired_groups_do_not_count_when_whole_optimizer_steps_are_planned(tmp_
 def test_a_last_rollout_that_is_too_short_for_a_replayed_group_gets_none(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.25, rollout__batch_size=8)
     maker.make_experience_batch(rollout(maker, 8))
-    (batch,) = maker.make_experience_batch(rollout(maker, 1))  # a quarter of a group, and half an optimizer step
-    assert len(batch.sequences) == NUM_SAMPLES
+    (batch,) = maker.make_experience_batch(rollout(maker, 2))  # half a group
+    assert len(batch.sequences) == 2 * NUM_SAMPLES
     assert maker.metrics()["replay/samples_dropped"] == 0
 
 
@@ -468,6 +468,10 @@ def test_ranks_that_share_a_sequence_count_as_one(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, **ring)
     (batch,) = maker.make_experience_batch(rollout(maker))
     assert len(batch.sequences) == 16
+    maker.count_version()
+    (batch,) = maker.make_experience_batch(rollout(maker, version=maker.policy_version))
+    # Fresh and replayed samples take turns, because upstream does not shuffle them here.
+    assert batch.staleness.amax(-1).tolist() == [0, 1] * 16
 
 
 def test_all_ranks_get_the_same_number_of_samples_and_no_sample_is_lost_or_doubled(tmp_path):
@@ -485,19 +489,17 @@ def test_all_ranks_get_the_same_number_of_samples_and_no_sample_is_lost_or_doubl
 @pytest.mark.parametrize(
     ("flags", "num_prompts", "num_samples", "num_dropped"),
     [
-        # 3 prompts of 3 samples: 9 samples on two ranks, in micro-batches of 2 on each.
+        # 3 prompts of 3 samples: 9 samples, in optimizer steps of 4 on two ranks.
         (dict(actor__num_gpus_per_node=2), 3, [4, 4], 1),
-        (dict(actor__num_gpus_per_node=2), 2, [3, 3], 2),
-        (dict(), 3, [9], 1),
-        (dict(train__dynamic_batch_enable=True), 3, [9], 3),  # whole optimizer steps of 6
+        (dict(actor__num_gpus_per_node=2), 2, [2, 2], 2),
+        (dict(), 3, [8], 1),
+        (dict(train__dynamic_batch_enable=True, train__batch_size=6), 3, [6], 3),
     ],
 )
 def test_samples_of_a_short_rollout_that_fill_no_step_are_counted_as_dropped(
     tmp_path, flags, num_prompts, num_samples, num_dropped
 ):
-    sizes = dict(rollout__n_samples_per_prompt=3, rollout__batch_size=4, train__batch_size=12)
-    if "train__dynamic_batch_enable" in flags:
-        sizes["train__batch_size"] = 6
+    sizes = dict(rollout__n_samples_per_prompt=3, rollout__batch_size=4, train__batch_size=4)
     maker = make_maker(tmp_path, replay__ratio=1, **sizes | flags)
     samples = [s for i, s in enumerate(rollout(maker, num_prompts)) if i % NUM_SAMPLES]  # 3 of 4
     batches = maker.make_experience_batch(samples)

@@ -33,7 +33,7 @@ def logged() -> set[str]:
     found |= {*rule.take_metrics()}
     found |= {*ReplayPool(ReplayConfig()).metrics(), *PartialPool(PartialConfig()).metrics()}
     found |= {"partial/segments_mean", "partial/segments_max"}  # where a response was taken
-    found |= {f"reward_fault/{kind}" for kind in (*KINDS, "left_over")}
+    found |= {f"reward_fault/{kind}" for kind in KINDS}
     found |= {f"offpolicy/{name}" for name in ("nonfinite_tokens", "updates_skipped")}
     found |= {f"rollout/response_length_{sign}_mean" for sign in ("positive", "negative")}
     for file in (pipeline.REPOSITORY / "openrlhf_bapo" / "openrlhf").glob("*.py"):

@@ -304,6 +304,13 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
     assert replayed["args"].rollout.batch_size == 2  # lifted for the planning alone
 
 
+def test_actor_and_critic_plan_steps_for_replayed_samples_alike():
+    from openrlhf.trainer.ray import ppo_actor, ppo_critic
+
+    assert ppo_critic.NaiveReplayBuffer is ppo_actor.NaiveReplayBuffer
+    assert not hasattr(ppo_critic.NaiveReplayBuffer.setup_dynamic_batch.__wrapped__, "__wrapped__")
+
+
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5), train=Namespace(seed=0))
     prompts = Namespace(sampler=Namespace(generator=torch.Generator()))

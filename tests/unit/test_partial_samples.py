@@ -156,7 +156,7 @@ def make_generator(directory, num_prompts=20, lengths=None, num_engines=2, **fla
         rollout__n_samples_per_prompt=NUM_SAMPLES,
         rollout__micro_batch_size=6,
         rollout__max_new_tokens=16,
-        train__batch_size=6,
+        train__batch_size=NUM_SAMPLES,
         train__micro_batch_size=1,
         partial__token_budget=3,
     )
@@ -367,8 +367,8 @@ def test_filtered_groups_are_replaced_and_counted(directory):
     assert counts["partial/started"] == 20
 
 
-def test_groups_at_the_end_of_the_data_that_fill_no_micro_batch_are_counted_as_left_over(directory):
-    generator = make_generator(directory, num_prompts=7, train__micro_batch_size=2)
+def test_groups_at_the_end_of_the_data_that_fill_no_optimizer_step_are_counted_as_left_over(directory):
+    generator = make_generator(directory, num_prompts=7, train__batch_size=2 * NUM_SAMPLES)
     first, last = rollouts(generator)
     assert (len(first), len(last)) == (12, 6)
     assert last.metrics["partial/dropped_left_over"] == 1

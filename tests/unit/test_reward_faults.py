@@ -120,15 +120,27 @@ def test_max_drop_rate_applies_to_each_batch_separately(generator_for):
     assert len([*rollouts(generator)]) == 4
 
 
-def test_a_last_batch_that_is_short_of_dropped_groups_is_cut_to_whole_micro_batches_and_counted(generator_for):
-    flags = dict(partial__token_budget=None, train__micro_batch_size=6, num_prompts=8)
-    batches = [*rollouts(generator_for({3: NAN}, **flags))]
-    assert [len(batch) for batch in batches] == [12, 6]
-    assert faults(batches[1].metrics) | faults(batches[0].metrics) == {
-        "reward_fault/dropped": 2.0 if "reward_fault/not_finite" in batches[1].metrics else 1.0,
-        "reward_fault/not_finite": 1.0,
-        "reward_fault/left_over": 1.0,
-    }
+def test_under_a_lag_max_drop_rate_is_of_all_groups_that_the_first_rollout_needs(generator_for):
+    flags = dict(partial__token_budget=None, offpolicy__lag=1, num_prompts=11)  # it needs 8 groups and draws all 11
+    generator = generator_for(dict.fromkeys(range(3), NAN), reward_fault__max_drop_rate=0.4, **flags)
+    generator.generate_samples(**GENERATE)
+    generator = generator_for(dict.fromkeys(range(3), NAN), reward_fault__max_drop_rate=0.3, **flags)
+    with pytest.raises(RuntimeError, match="3 of a batch's 8 prompt groups have no reward"):
+        generator.generate_samples(**GENERATE)
+
+
+@pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
+@pytest.mark.parametrize("bad", [{3: NAN}, {}], ids=["a dropped group", "no fault"])
+def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generator_for, policy_loss, bad):
+    """With OpenRLHF's own losses only if a group was dropped."""
+    flags = dict(partial__token_budget=None, train__batch_size=6, num_prompts=8 if bad else 7)
+    flags |= dict(policy_loss="ppo", train__async_enable=True) if policy_loss == "ppo" else {}
+    batches = [*rollouts(generator_for(bad, **flags))]
+    is_cut = bool(bad) or policy_loss == "bapo"
+    assert [len(batch) for batch in batches] == [12, 6 if is_cut else 9]
+    assert batches[1].metrics.get("rollout/groups_left_over") == (1.0 if is_cut else None)
+    counts = Counter(faults(batches[0].metrics)) + Counter(faults(batches[1].metrics))
+    assert counts == ({"reward_fault/dropped": 1.0, "reward_fault/not_finite": 1.0} if bad else {})
 
 
 @given(
@@ -138,21 +150,21 @@ def test_a_last_batch_that_is_short_of_dropped_groups_is_cut_to_whole_micro_batc
     sharing=st.sampled_from([(1, 1), (2, 1), (1, 2)]),
     train_batch=st.integers(1, 6),
     rollout_batch=st.integers(1, 6),
-    steps=st.none() | st.integers(1, 4),
+    accumulated=st.integers(1, 3),
+    is_dynamic=st.booleans(),
 )
-def test_a_short_batch_is_cut_to_the_most_groups_that_fill_whole_micro_batches_on_every_rank(
-    num_groups, size, num_ranks, sharing, train_batch, rollout_batch, steps
+def test_a_short_batch_is_cut_to_the_most_groups_that_fill_whole_optimizer_steps(
+    num_groups, size, num_ranks, sharing, train_batch, rollout_batch, accumulated, is_dynamic
 ):
-    """Batches are micro-batches of training, and those of the log-probs if OpenRLHF splits them over ranks. With
-    dynamic batches they are optimizer steps."""
+    """If OpenRLHF splits the micro-batches of the log-probs over ranks, these are whole too."""
     ring, tensor = sharing
     args = copy.deepcopy(arguments())
     args.actor.num_nodes, args.actor.num_gpus_per_node = num_ranks, ring * tensor
     args.ds.ring_attn_size, args.ds.tensor_parallel_size = ring, tensor
     args.rollout.n_samples_per_prompt, args.rollout.micro_batch_size = size, rollout_batch
-    args.train.micro_batch_size, args.train.dynamic_batch_enable = train_batch, steps is not None
-    args.train.batch_size = num_ranks * (steps or 1)
-    batches = [steps] if steps else [train_batch] + [rollout_batch] * (num_ranks > 1)
+    args.train.micro_batch_size, args.train.dynamic_batch_enable = train_batch, is_dynamic
+    args.train.batch_size = num_ranks * train_batch * accumulated
+    batches = [train_batch * accumulated] + [rollout_batch] * (num_ranks > 1 and not is_dynamic)
 
     def is_whole(num: int) -> bool:
         return num * size % num_ranks == 0 and all(num * size // num_ranks % batch == 0 for batch in batches)

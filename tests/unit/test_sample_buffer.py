@@ -1,5 +1,6 @@
 """Samples that wait for later training steps are part of the checkpoint, and a resumed run trains on them."""
 
+from argparse import Namespace
 from dataclasses import fields
 
 import pipeline
@@ -7,8 +8,9 @@ import pytest
 import torch
 from test_partial_samples import GENERATE, NUM_SAMPLES, directory, labels, make_generator, without_ray  # noqa: F401
 
-from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer
+from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer, save_pools
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
+from openrlhf_bapo.openrlhf.trainer import _resuming_after_the_data
 
 OVERSAMPLING = dict(
     partial__token_budget=None,
@@ -81,6 +83,39 @@ def test_the_versions_of_samples_that_wait_are_shifted_to_the_resumed_engines_co
     assert state["policy_version"] == 9 and len(buffer.tensors) == 6 * NUM_SAMPLES
     for sample in buffer.experiences():  # the resumed weights are version 9 and their engines' first
         assert set(sample.versions[sample.action_mask > 0].tolist()) == {8 - (9 - 1)}
+
+
+def test_samples_of_another_checkpoint_are_not_taken(resume, tmp_path):
+    (tmp_path / "ckpt/_buffer/global_step1").rename(tmp_path / "ckpt/_buffer/global_step10")
+    assert load_sample_buffer(pipeline.parse(resume)) is None
+    (tmp_path / "ckpt/_buffer/global_step10").rename(tmp_path / "ckpt/_buffer/global_step1.old")
+    assert load_sample_buffer(pipeline.parse(resume)) is not None  # what an interrupted save left
+
+
+def test_a_checkpoint_without_waiting_samples_removes_those_of_an_earlier_run_under_its_name(tmp_path):
+    kinds = ("_replay", "_partial", "_buffer")
+    for kind in kinds:
+        for name in ("global_step1", "global_step10", "global_step10.old"):
+            (tmp_path / kind / name).mkdir(parents=True)
+    nothing = dict.fromkeys(("pool", "unfinished", "buffer"))
+    maker = Namespace(policy_version=1, version_offset=0, steps_by_version=[0], **nothing)
+    args = Namespace(ckpt=Namespace(path=tmp_path, disable_ds=False))
+    save_pools(Namespace(experience_maker=maker, args=args), "global_step10")
+    assert sorted(tmp_path.glob("*/*")) == sorted(tmp_path / kind / "global_step1" for kind in kinds)
+
+
+@pytest.mark.parametrize("num_prompts", [28, 26])
+def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, num_prompts):  # noqa: F811
+    """With 26 prompts the last rollout is short, and OpenRLHF's data loader starts anew after a resume."""
+    flags = OVERSAMPLING | dict(rollout__vllm_generate_batch_size=None, train__async_enable=None, train__batch_size=6)
+    generator = make_generator(directory, num_prompts=num_prompts, **flags)
+    *_, before, data = [state for samples, state in rollouts(generator) if samples]
+    for state in (before, data):
+        upstream = {"episode": 0, "data_loader_state_dict": state}
+        resumed = _resuming_after_the_data(lambda _, upstream=upstream: dict(upstream))
+        trainer = Namespace(args=generator.args, experience_maker=Namespace(pool=None))
+        has_ended = state is data and num_prompts == 26
+        assert resumed(trainer)["episode"] == has_ended == state["_iterator_finished"]
 
 
 def test_a_resume_that_would_lose_samples_that_wait_is_refused_in_one_line(resume, capsys, tmp_path):

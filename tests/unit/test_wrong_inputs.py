@@ -177,6 +177,22 @@ COMMANDS = {
         dict(train__colocate_all=True, vllm__num_engines=2),
         ["--vllm.num_engines 2", "the actor's 1 GPUs"],
     ),
+    "a rollout that leaves samples over": (
+        dict(policy_loss="bapo", train__batch_size=24),
+        ["--train.batch_size 24: with --policy_loss bapo it must divide --rollout.batch_size x ", "which is 64"],
+    ),
+    "a critic on more GPUs than replay allows": (
+        dict(replay__ratio=1, algo__advantage__estimator="gae", critic__num_gpus_per_node=2),
+        ["--critic.num_gpus_per_node 2: with --replay.ratio", "as the actor, 1"],
+    ),
+    "overlapping communication that needs DeepSpeed's counting": (
+        dict(train__dynamic_batch_enable=True, ds__zero_stage=1, ds__overlap_comm=True),
+        ["--ds.overlap_comm: with --train.dynamic_batch_enable"],
+    ),
+    "a compiler that needs DeepSpeed's counting": (
+        dict(train__dynamic_batch_enable=True, ds__zero_stage=2, ds__deepcompile=True),
+        ["--ds.deepcompile: with --train.dynamic_batch_enable"],
+    ),
     "a reference that shares other GPUs": (
         dict(train__colocate_actor_ref=True, algo__kl__init_coef=0.1, ref__num_gpus_per_node=2),
         ["--ref.num_gpus_per_node 2", "the actor's 1 x 1"],
