@@ -71,3 +71,14 @@ registration.register()
 assert gc.get_threshold() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("stage", "is_counting"), [(0, True), (1, False), (2, False), (3, True)])
+def test_deepspeed_stops_counting_micro_batches_only_where_it_would_lose_their_gradients(tmp_path, stage, is_counting):
+    from openrlhf.utils.utils import get_strategy
+
+    args = pipeline.parse(
+        pipeline.flags(pipeline.make_model(tmp_path), ds__zero_stage=stage, train__dynamic_batch_enable=True)
+    )
+    config = get_strategy(args).get_ds_train_config()
+    assert config.get("managed_gradient_accumulation", True) == is_counting
