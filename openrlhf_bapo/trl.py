@@ -38,7 +38,12 @@ MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "da
 
 
 class ClipRuleTrainer(_BaseTrainer):
-    """The clip rule of one of TRL's trainers: its updates, their metrics, and its state in checkpoints."""
+    """The clip rule of one of TRL's trainers: its updates, their metrics, and its state in checkpoints.
+
+    A subclass calls `_tally_first` before each loss and `_count_trained` after it. It has two methods for a search:
+    `_window` returns the micro-batches of the optimizer step that begins, and `_tokens_before_training` the tokens of
+    one of them.
+    """
 
     epsilon_low: float | torch.Tensor
     epsilon_high: float | torch.Tensor
@@ -47,7 +52,29 @@ class ClipRuleTrainer(_BaseTrainer):
         self.clip_rule = as_clip_rule(bapo)
         self.entropy_rule = EntropyRule()
         self._offpolicy_tally: OffPolicyTally | None = None
+        self._micro_batches: list[Any] = []  # of the running optimizer step, from the data loader
+        self._num_trained = 0  # micro-batches of it
         return self.clip_rule.config
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple:
+        """Return the micro-batches of the optimizer step that begins; the last step of an epoch may have fewer."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self._micro_batches, self._num_trained = found[0], 0
+        return found
+
+    def _tally_first(self, model: torch.nn.Module, inputs: dict) -> None:
+        """Before a loss, choose the bounds of a rule that needs the tally first; `inputs` is the loss's micro-batch."""
+        rule = self.clip_rule
+        is_micro_batch = rule.config.scope == "micro_batch"
+        if rule.needs_tally_first and (is_micro_batch or self._num_trained == 0):
+            for micro_batch in [inputs] if is_micro_batch else self._window():
+                rule.tally(self._tokens_before_training(model, micro_batch))
+            self._close_update()
+
+    def _count_trained(self) -> None:
+        self._num_trained += 1
+        if self._num_trained == len(self._micro_batches):
+            self._close_step()
 
     def _tally_training(
         self, tokens: Tokens, staleness: torch.Tensor | None, optimizer_steps: torch.Tensor
@@ -162,28 +189,29 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         )
         self.args.delta = dual_clip
         self._loss_inputs: dict | None = None
+        self._num_steps_since_generation = 0  # optimizer steps
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> torch.Tensor:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        rule, num_steps = self.clip_rule, self.current_gradient_accumulation_steps
-        is_micro_batch = rule.config.scope == "micro_batch"
-        if rule.needs_tally_first and (is_micro_batch or self._step % num_steps == 0):
-            for micro_batch in [inputs] if is_micro_batch else self._window():
-                rule.tally(self._tokens_before_training(model, micro_batch))
-            self._close_update()
+        if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+            self._num_steps_since_generation = 0
+        self._tally_first(model, inputs)
         self._loss_inputs = inputs = dict(inputs)
         loss = super()._compute_loss(model, inputs)
         self._loss_inputs = None
-        if (self._step + 1) % num_steps == 0:
-            self._close_step()
+        self._count_trained()
         return loss
+
+    def _close_step(self) -> None:
+        super()._close_step()
+        self._num_steps_since_generation += 1
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next
             tokens = self._tokens(found[0].detach(), self._loss_inputs)
-            steps = torch.full_like(tokens.ratio, self._steps_since_generation(), dtype=torch.long)
+            steps = torch.full_like(tokens.ratio, self._num_steps_since_generation, dtype=torch.long)
             lower, upper, weights = self._tally_training(tokens, None, steps)
             if weights is None:
                 self.epsilon_low, self.epsilon_high = 1 - lower, upper - 1
@@ -198,16 +226,11 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         inputs |= {"advantages": weights * tokens.advantages, "old_per_token_logps": tokens.log_probs}
         self.epsilon_low, self.epsilon_high = 1.0, math.inf
 
-    def _steps_since_generation(self) -> int:
-        first = self._step - self._step % (self.args.steps_per_generation * self.num_iterations)
-        num = self.current_gradient_accumulation_steps
-        return self._step // num - first // num
-
     def _window(self) -> list[dict]:
         """Return the micro-batches of the optimizer step that begins."""
         per_generation = self.args.steps_per_generation
         left = per_generation * self.num_iterations - self._step % (per_generation * self.num_iterations)
-        num = self.current_gradient_accumulation_steps
+        num = len(self._micro_batches)
         if left < num:
             warnings.warn(
                 f"gradient_accumulation_steps {num} reaches beyond a generation: in such an optimizer step, the search "

@@ -15,7 +15,7 @@ the model in that call. It gives the loss one log-prob per token, and sets the e
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,6 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         )
         if self.rollout_queue is not None:  # the main process
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
-        self._window: list[dict] = []  # the micro-batches of the running optimizer step
-        self._num_trained = 0  # micro-batches of it
         self._published: dict[int, int] = {}  # version -> optimizer steps before it
 
     def get_train_dataloader(self) -> Any:
@@ -84,25 +82,15 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         loader.base_dataloader.collate_fn = partial(_collate, loader.base_dataloader.collate_fn)
         return loader
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple:
-        """Return the micro-batches of the optimizer step that begins, and keep them for a search."""
-        found = super().get_batch_samples(*args, **kwargs)
-        self._window, self._num_trained = found[0], 0
-        return found
-
     def compute_loss(self, model: torch.nn.Module, inputs: dict, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return TRL's loss of a micro-batch between the rule's bounds, or with its weights."""
-        rule = self.clip_rule
-        is_micro_batch = rule.config.scope == "micro_batch"
-        if rule.needs_tally_first and (is_micro_batch or self._num_trained == 0):
-            for micro_batch in [inputs] if is_micro_batch else self._window:
-                rule.tally(self._tokens_before_training(model, self._prepare_inputs(micro_batch)))
-            self._close_update()
+        self._tally_first(model, inputs)
         loss = self._loss(model, inputs, partial(self._between_bounds, inputs))
-        self._num_trained += 1
-        if self._num_trained == len(self._window):
-            self._close_step()
+        self._count_trained()
         return loss
+
+    def _window(self) -> Iterable[dict]:
+        return map(self._prepare_inputs, self._micro_batches)
 
     def _loss(self, model: torch.nn.Module, inputs: dict, change: Callable) -> torch.Tensor:
         """Return TRL's loss for `change(the model's log-probs)`; both log-probs are [tokens]."""

@@ -69,6 +69,7 @@ def in_trl(directory, monkeypatch, log_probs, old_log_probs, advantages, mask):
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages)
     inputs |= dict(old_per_token_logps=old_log_probs, num_items_in_batch=mask.sum())
     trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = [inputs], 1
+    trainer.get_batch_samples(iter([inputs]), 1, "cpu")
     trainer.model.train()
     trainer._compute_loss(trainer.model, inputs).backward()
     return float(1 - trainer.epsilon_low), float(1 + trainer.epsilon_high), given.grad

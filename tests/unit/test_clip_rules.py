@@ -291,6 +291,8 @@ def in_trl(trainer: BapoGRPOTrainer, monkeypatch) -> list[tuple[torch.Tensor, to
     num = trainer.current_gradient_accumulation_steps = presets.NUM_MICRO_BATCHES
     for step, micro_batch in enumerate(inputs):
         trainer._step, trainer._buffered_inputs = step, inputs[step - step % num :][:num]
+        if step % num == 0:
+            trainer.get_batch_samples(iter(trainer._buffered_inputs), num, "cpu")
         trainer._compute_loss(trainer.model, micro_batch).backward()
         found.append((1 - trainer.epsilon_low, 1 + trainer.epsilon_high, log_probs[step].grad))
     return found

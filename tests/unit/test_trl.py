@@ -74,7 +74,7 @@ class Recording(BapoGRPOTrainer):
     """
 
     def __init__(self, *args, uses_tools: bool = False, **kwargs) -> None:
-        self.windows, self.weights, self.bounds, self.num_forwards = [], [], [], 0
+        self.windows, self.weights, self.bounds, self.num_forwards = {}, {}, [], 0
         self.uses_tools = uses_tools
         super().__init__(*args, **kwargs)
 
@@ -89,10 +89,11 @@ class Recording(BapoGRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        if self._step % self.current_gradient_accumulation_steps == 0:
-            self.windows.append([])
-            self.weights.append({name: value.clone() for name, value in self.model.state_dict().items()})
-        self.windows[-1].append(inputs)
+        number = self.state.global_step
+        if number not in self.windows:
+            self.windows[number] = []
+            self.weights[number] = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.windows[number].append(inputs)
         loss = super()._compute_loss(model, inputs)
         self.bounds.append((float(1 - self.epsilon_low), float(1 + self.epsilon_high)))
         return loss
@@ -147,7 +148,7 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(
         steps_per_generation=2 * accumulation,
         loss_type=loss_type,
     )
-    assert len(trainer.windows) == 6 and {len(window) for window in trainer.windows} == {accumulation}
+    assert len(trainer.windows) == 6 and {len(window) for window in trainer.windows.values()} == {accumulation}
     logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
     found = set()
     for number in range(6):
@@ -250,7 +251,7 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
 
 def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our_own(directory):
     trainer = trained(directory, num_iterations=1, steps_per_generation=4, max_steps=2)
-    assert all("old_per_token_logps" not in inputs for window in trainer.windows for inputs in window)
+    assert all("old_per_token_logps" not in inputs for window in trainer.windows.values() for inputs in window)
     assert trainer.num_forwards == 2 * 4
     expected = find_clip_bounds(*joined(directory, trainer, 0), SEARCH)
     assert trainer.bounds[0] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
@@ -259,6 +260,28 @@ def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our
 def test_a_window_that_crosses_a_generation_is_searched_as_far_as_it_is_there_and_said(directory):
     with pytest.warns(UserWarning, match="gradient_accumulation_steps 4 reaches beyond a generation"):
         trained(directory, steps_per_generation=3, per_device_train_batch_size=4, num_iterations=2, max_steps=3)
+
+
+def test_each_epoch_begins_with_a_whole_window_and_its_last_one_may_be_shorter(directory):
+    given = arguments(directory, steps_per_generation=3, num_iterations=2, max_steps=-1, num_train_epochs=2)
+    given["train_dataset"] = given["train_dataset"].select(range(9))  # three generations an epoch, 18 micro-batches
+    trainer = Recording(**given, bapo=SEARCH)
+    with pytest.warns(UserWarning, match="reaches beyond a generation"):
+        trainer.train()
+    sizes = [len(window) for window in trainer.windows.values()]
+    assert sizes == [4, 4, 4, 4, 2] * 2
+    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+    first, found = 0, set()
+    for number, size in enumerate(sizes):
+        del trainer.windows[number][6 - first % 6 :]  # those of the next generation are not searched
+        expected = find_clip_bounds(*joined(directory, trainer, number), SEARCH)
+        bounds = expected.lower.item(), expected.upper.item()
+        assert trainer.bounds[first : first + size] == [pytest.approx(bounds, abs=1e-9)] * size
+        assert logged[number]["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-4)
+        found.add(bounds)
+        first += size
+    assert len(found) > 1
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [0, 1, 1, 0, 1] * 2
 
 
 @pytest.mark.parametrize(

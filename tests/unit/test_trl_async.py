@@ -150,7 +150,7 @@ class Recording(BapoAsyncGRPOTrainer):
 
     def training_step(self, *args):
         found = super().training_step(*args)
-        if self._num_trained == len(self._window):
+        if self._num_trained == len(self._micro_batches):
             self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters()})
         return found
 
