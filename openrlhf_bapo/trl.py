@@ -192,7 +192,9 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         self._num_steps_since_generation = 0  # optimizer steps
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> torch.Tensor:
-        if not self.model.training:
+        if not self.model.training:  # training leaves the bounds of its last micro-batch's tokens
+            rule = self.clip_rule
+            self.epsilon_low, self.epsilon_high = 1 - rule.lower.item(), rule.upper.item() - 1
             return super()._compute_loss(model, inputs)
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             self._num_steps_since_generation = 0

@@ -262,6 +262,15 @@ def test_a_window_that_crosses_a_generation_is_searched_as_far_as_it_is_there_an
         trained(directory, steps_per_generation=3, per_device_train_batch_size=4, num_iterations=2, max_steps=3)
 
 
+def test_an_evaluation_after_a_step_with_bounds_per_token_has_the_loss_of_ratios_of_one(directory):
+    overrides = dict(max_steps=1, eval_strategy="steps", eval_steps=1, loss_type="grpo")
+    trainer = BapoGRPOTrainer(**arguments(directory, **overrides), bapo="divergence")
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert entry["eval_clip_ratio/region_mean"] == 0
+    assert entry["eval_loss"] == pytest.approx(0, abs=1e-5)  # the advantages of a group add to 0
+
+
 def test_each_epoch_begins_with_a_whole_window_and_its_last_one_may_be_shorter(directory):
     given = arguments(directory, steps_per_generation=3, num_iterations=2, max_steps=-1, num_train_epochs=2)
     given["train_dataset"] = given["train_dataset"].select(range(9))  # three generations an epoch, 18 micro-batches
