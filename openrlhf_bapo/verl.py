@@ -133,6 +133,16 @@ class _Update:
         return tallies
 
 
+def _weight(response_mask: torch.Tensor, loss_agg_mode: str, config: ActorConfig) -> torch.Tensor:
+    """Return each token's weight in verl's aggregation, up to a factor that all micro-batches share."""
+    settings = config.policy_loss.update.rule.config
+    if loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+        padded_length = torch.tensor(response_mask.shape[-1])  # verl pads each micro-batch to its longest response
+        return share_weights(response_mask, settings, "micro_batch", padded_length)
+    mean_over = "sequence" if loss_agg_mode == "seq-mean-token-mean" else "update"
+    return share_weights(response_mask, settings, mean_over)
+
+
 @register_policy_loss("bapo")
 def compute_policy_loss_bapo(
     old_log_prob: torch.Tensor,
@@ -158,9 +168,7 @@ def compute_policy_loss_bapo(
             f"allowed: strategy fsdp or fsdp2, VERL_ENGINE_VENDOR {VENDOR}"
         )
     rule, settings = update.rule, update.rule.config
-    mean_over = "sequence" if loss_agg_mode == "seq-mean-token-mean" else "update"
-    weight = share_weights(response_mask, settings, mean_over)
-    tokens = Tokens(log_prob.detach(), old_log_prob, advantages, weight)
+    tokens = Tokens(log_prob.detach(), old_log_prob, advantages, _weight(response_mask, loss_agg_mode, config))
     is_micro_batch = settings.scope == "micro_batch"
     if update.is_searching or is_micro_batch or not rule.needs_tally_first:
         rule.tally(tokens)

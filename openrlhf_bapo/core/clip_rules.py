@@ -48,8 +48,8 @@ def share_weights(
         config: says whether the target is a share.
         mean_over: the tokens of the loss's first mean: those of the "update", of each "sequence", or of the
             "micro_batch".
-        num_tokens: 0-dim; tokens of the micro-batch on all ranks, if the loss's first mean is over them. None: those of
-            `mask`.
+        num_tokens: 0-dim; the number that the loss of a micro-batch is divided by, such as its tokens on all ranks.
+            None: the tokens of `mask`.
     """
     if mean_over == "update" or config.target_kind == "ratio":
         return mask

@@ -253,6 +253,41 @@ def test_the_share_is_one_of_the_objective(directory, batch, loss_agg_mode):
     assert steps[0][1]["bapo/initial_share"] == [pytest.approx(expected.initial_share.item(), abs=1e-5)]
 
 
+@pytest.mark.parametrize("loss_scale_factor", [None, 7])
+def test_the_share_is_one_of_the_gradient_where_verl_divides_by_the_length_that_it_pads_to(loss_scale_factor):
+    ((found, expected),) = on_ranks(1, shares_of_two_lengths, loss_scale_factor)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def shares_of_two_lengths(rank, loss_scale_factor: int | None) -> tuple[float, float]:
+    """The positive share of micro-batches of length 4 and 16 at the bounds: measured, and that of |gradient|."""
+    policy_loss = BapoPolicyLossConfig(loss_mode="bapo", search=SEARCH)
+    given = dict(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=loss_scale_factor, clip_ratio_c=1e6)
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, **given
+    )
+    actor.global_batch_info["loss_scale_factor"] = loss_scale_factor  # as verl's ppo_loss does
+    generator, micro_batches = torch.Generator().manual_seed(0), []
+    for length, mean in (4, 1.0), (16, -1.0):
+        old = torch.randn(8, length, generator=generator)
+        new = old + 0.3 * torch.randn(8, length, generator=generator)
+        advantages = (mean + torch.randn(8, 1, generator=generator)).expand(-1, length)
+        micro_batches.append((old, new.requires_grad_(), advantages, torch.ones(8, length)))
+    update = policy_loss.update
+    update.group, update.is_searching = dist.group.WORLD, True
+    for tokens in micro_batches:
+        compute_policy_loss_bapo(*tokens, loss_agg_mode=actor.loss_agg_mode, config=actor)
+    update.close()
+    update.is_searching = False
+    total = positive = 0.0
+    for tokens in micro_batches:
+        compute_policy_loss_bapo(*tokens, loss_agg_mode=actor.loss_agg_mode, config=actor)[0].backward()
+        _, log_probs, advantages, _ = tokens
+        total += float(log_probs.grad.abs().sum())
+        positive += float(log_probs.grad[advantages > 0].abs().sum())
+    return update.closed[0].used.positive_share.item(), positive / total
+
+
 def test_the_released_recipe_searches_each_micro_batch_over_the_ranks(directory, batch):
     released = partial(BapoPolicyLossConfig, loss_mode="bapo", preset="released")
     ranks = on_ranks(2, train, directory, batch, released, loss_agg_mode="seq-mean-token-mean")
