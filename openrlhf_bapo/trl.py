@@ -9,6 +9,7 @@ so the trainer sets them at the end of that pass. The loss then reads advantages
 a rule that gives weights, the trainer puts w A and a ratio of 1 into a copy of the inputs.
 """
 
+import copy
 import inspect
 import math
 import warnings
@@ -45,6 +46,7 @@ class ClipRuleTrainer(_BaseTrainer):
     one of them.
     """
 
+    args: Any
     epsilon_low: float | torch.Tensor
     epsilon_high: float | torch.Tensor
 
@@ -187,6 +189,7 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
                 ),
             )
         )
+        self.args = copy.copy(self.args)  # the caller's may go to another trainer
         self.args.delta = dual_clip
         self._loss_inputs: dict | None = None
         self._num_steps_since_generation = 0  # optimizer steps

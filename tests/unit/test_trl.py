@@ -307,6 +307,13 @@ def test_a_loss_without_a_token_ratio_or_with_its_own_clip_is_refused(directory,
         BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
 
 
+def test_a_dual_clip_leaves_the_callers_config_as_it_was_for_a_second_trainer(directory):
+    given = arguments(directory)
+    for _ in range(2):
+        trainer = BapoGRPOTrainer(**given, bapo=replace(SEARCH, dual_clip=10.0))
+        assert trainer.args.delta == 10.0 and given["args"].delta is None
+
+
 def test_a_kl_term_by_ratios_is_refused_with_weights(directory):
     with pytest.raises(ValueError, match="use_bias_correction_kl True is not allowed"):
         BapoGRPOTrainer(**arguments(directory, beta=0.1, use_bias_correction_kl=True), bapo="topr")
