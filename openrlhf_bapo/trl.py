@@ -189,6 +189,14 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
                 ),
             )
         )
+        num, per_generation = self.args.gradient_accumulation_steps, self.args.steps_per_generation
+        if not has_weights and num % (per_generation * self.num_iterations) == 0:
+            warnings.warn(
+                f"gradient_accumulation_steps {num}, steps_per_generation {per_generation} and num_iterations "
+                f"{self.num_iterations} use each generation in one optimizer step, so every ratio is 1 and bounds clip "
+                f"nothing; set num_iterations={2 * num // per_generation} or steps_per_generation={2 * num}",
+                stacklevel=2,
+            )
         self.args = copy.copy(self.args)  # the caller's may go to another trainer
         self.args.delta = dual_clip
         self._loss_inputs: dict | None = None

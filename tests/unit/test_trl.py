@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from dataclasses import replace
 from functools import partial
 from multiprocessing import spawn
@@ -255,6 +256,28 @@ def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our
     assert trainer.num_forwards == 2 * 4
     expected = find_clip_bounds(*joined(directory, trainer, 0), SEARCH)
     assert trainer.bounds[0] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("bapo", "per_generation", "num_iterations", "advised"),
+    [
+        ("paper", 4, 1, 2),
+        ("paper", 2, 1, 4),
+        ("paper", 2, 2, 4),
+        ("paper", 8, 1, None),
+        ("paper", 4, 2, None),
+        ("paper", 2, 4, None),
+        ("topr", 4, 1, None),
+    ],
+)
+def test_bounds_that_can_clip_nothing_are_warned_of(directory, bapo, per_generation, num_iterations, advised):
+    given = arguments(directory, steps_per_generation=per_generation, num_iterations=num_iterations)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        BapoGRPOTrainer(**given, bapo=bapo)
+    messages = [str(warning.message) for warning in found if "every ratio is 1" in str(warning.message)]
+    advice = [] if advised is None else [f"set num_iterations={advised} or steps_per_generation=8"]
+    assert [message.split("; ")[1] for message in messages] == advice
 
 
 def test_a_window_that_crosses_a_generation_is_searched_as_far_as_it_is_there_and_said(directory):
