@@ -220,6 +220,13 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         super()._close_step()
         self._num_steps_since_generation += 1
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the mean of each metric over the steps since the last log, as TRL does, and the largest of our maxima."""
+        for name, values in self._metrics["train"].items():
+            if name.startswith("offpolicy/") and name.endswith("_max"):
+                values[:] = [max(values)]
+        super().log(logs, start_time)
+
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._loss_inputs is not None:  # the forward pass of TRL's loss, which clips next

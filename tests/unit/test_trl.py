@@ -235,6 +235,17 @@ def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(direct
         assert metrics["offpolicy/clip_frac_negative"] == pytest.approx(float(below), abs=1e-4)
 
 
+def test_a_log_of_several_steps_has_the_largest_of_their_maxima_and_the_mean_of_the_rest(directory):
+    trainer = trained(directory, logging_steps=3)
+    logged = [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [2, 3]
+    assert [entry["offpolicy/optimizer_steps_mean"] for entry in logged] == pytest.approx([1, 4 / 3])
+    highest = [float(joined(directory, trainer, number)[0].max()) for number in range(6)]
+    assert [entry["offpolicy/ratio_max"] for entry in logged] == pytest.approx(
+        [max(highest[:3]), max(highest[3:])], rel=1e-4
+    )
+
+
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
     trainer = Recording(**arguments(directory), bapo=BalancedWeights(target=0.9))
     trainer.train()
