@@ -157,7 +157,9 @@ def compute_policy_loss_bapo(
 
     It has the same arguments and results.
 
-    Rollout correction and aggregation are verl's own. Raises RuntimeError without BAPO's engine.
+    Aggregation is verl's own, and so is rollout correction outside bypass_mode. In that mode, `rollout_is` and
+    `rollout_rs` have no effect, because verl applies them in its own bypass loss. Raises RuntimeError without BAPO's
+    engine.
     """
     assert config is not None  # as verl's own losses do
     update: _Update = config.policy_loss.update
