@@ -225,9 +225,10 @@ _QUALIFIER = re.compile(
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Texts of which math-verify reads only a part: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
-# "2\binom{6}{3}" != "22", "\ln{(2)}^2" != "\ln 4".
+# "2t" != "2" (but "2 m" == "2"), "2\binom{6}{3}" != "22", "\ln{(2)}^2" != "\ln 4".
 _MISREAD = re.compile(
     _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
+    r"|\d(?:[A-Za-z]|(?:\\? )?(?:[cdot]|ab|bc))[ $.]*$"
     r"|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?[\^\w\\(]"
 )
 
