@@ -358,8 +358,12 @@ def _parse_rewritten(text: str) -> list:
         if _INEQUALITY.search(text) and len(_variables(text)) == 1:  # "1 > x > 0", "x < -1 or x > 1"
             alternatives = [map(_parse_latex, part.split(",")) for part in text.split(r"\lor")]
             # atoms: the parser returns a chain as an And, which has no solution set
-            relations = [[each for part in parts for each in part.atoms(Relational)] for parts in alternatives]
-            return [Union(*[Intersection(*[each.as_set() for each in parts]) for parts in relations])]
+            relations = [[part.atoms(Relational) for part in parts] for parts in alternatives]
+            if not all(map(all, relations)):  # "x > 2, 7" != "x > 2"
+                return []
+            sets = [[Intersection(*[each.as_set() for each in part]) for part in parts] for parts in relations]
+            # "x < 1, x > 3" is a union, not \emptyset
+            return [Union(*[Union(*each) if Intersection(*each).is_empty else Intersection(*each) for each in sets])]
         return [_parse_latex(text.replace(r"\lor", ","))]
     except MemoryError:
         raise
