@@ -210,7 +210,11 @@ def is_equal(answer: Answer, gold: str) -> bool:
             return True
     if "," in text and "," in gold_text:  # "100, 101" == "100,101"
         text, gold_text = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", side) for side in (text, gold_text))
-    return _agree(_parse_rewritten(text), _parse_rewritten(gold_text))
+    sides = [re.sub(_PERCENT, "", side) for side in (answer.text, gold)]
+    only_one_in_percent = (sides[0] == answer.text) != (sides[1] == gold)  # "12.5\%" == "12.5"
+    return _agree(_parse_rewritten(text), _parse_rewritten(gold_text)) or (
+        only_one_in_percent and is_equal(Answer(sides[0], None), sides[1])
+    )
 
 
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
@@ -254,6 +258,7 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+_PERCENT = r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?"
 # Signs that math-verify does not know, each followed by one that it knows.
 _PAIRS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
 _PAIRS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
@@ -286,7 +291,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"^\\\{ ?\w ?(?:\\mid|[:|])(.*)\\\}$", r"\1"),  # "\{x \mid x > 2\}"
         (r"(?<=\d)[eE]([+-]?\d{1,3})(?![\w.])", r"\\cdot 10^{\1}"),  # "1.5e-3"
         (rf" ?(\\text ?\{{ ?)?{_NUMBER_WORD}", _number_word),  # "1.5 million", "7\text{ million people}"
-        (r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?", r"\\%"),
+        (_PERCENT, r"\\%"),
         (r"^(.*)\\%$", r"\\frac{\1}{100}"),  # "33\frac{1}{3}\%"
         (r",? ?(?:\\text ?\{ ?and ?\}|\band\b)", ","),
         (r",? ?(?:\\text ?\{ ?or ?\}|\bor\b) ?", r"\\lor "),
