@@ -208,8 +208,11 @@ def is_equal(answer: Answer, gold: str) -> bool:
     if not (_MISREAD.search(answer.text) or _MISREAD.search(gold)):
         if answer.passage and _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
             return True
-    if "," in text and "," in gold_text:  # "100, 101" == "100,101"
-        text, gold_text = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", side) for side in (text, gold_text))
+    if "," in text and "," in gold_text:  # "100, 101" == "100,101"; "1,000, 2,000" == "1000,2000"
+        text, gold_text = (
+            re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "" if _SPACED_LIST.fullmatch(side) else ", ", side)
+            for side in (text, gold_text)
+        )
     sides = [re.sub(_PERCENT, "", side) for side in (answer.text, gold)]
     only_one_in_percent = (sides[0] == answer.text) != (sides[1] == gold)  # "12.5\%" == "12.5"
     return _agree(_parse_rewritten(text), _parse_rewritten(gold_text)) or (
@@ -217,6 +220,7 @@ def is_equal(answer: Answer, gold: str) -> bool:
     )
 
 
+_SPACED_LIST = re.compile(r"-?[\d,]+(?:, -?[\d,]+)+")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
 _IS_WORDS = re.compile(r"[A-Za-z ,.'-]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[A-Za-z ,.'-]*$")
