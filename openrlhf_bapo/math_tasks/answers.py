@@ -213,6 +213,8 @@ def is_equal(answer: Answer, gold: str) -> bool:
             re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "" if _SPACED_LIST.fullmatch(side) else ", ", side)
             for side in (text, gold_text)
         )
+    if r"\cup" in text + gold_text:  # "(-\infty,1) \text{ or } (3,\infty)"
+        text, gold_text = (re.sub(r"(?<=[)\]]) ?\\lor (?=[(\[])", r"\\cup ", side) for side in (text, gold_text))
     sides = [re.sub(_PERCENT, "", side) for side in (answer.text, gold)]
     only_one_in_percent = (sides[0] == answer.text) != (sides[1] == gold)  # "12.5\%" == "12.5"
     return _agree(_parse_rewritten(text), _parse_rewritten(gold_text)) or (
