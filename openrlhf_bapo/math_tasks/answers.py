@@ -288,6 +288,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
         (r"^\\text ?\{ ?([-\d][\d.,/]*(?: [^{}]*)?)\}$", r"\1"),  # "\text{5 cm}"
         (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=[\^\w\\(])", r"(\1)"),  # "\ln{(2)}^2"
+        (r"^(?:\\text ?\{ ?)?(?i:all real numbers|all reals) ?\}?$", r"\\mathbb{R}"),
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
         (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
