@@ -228,18 +228,18 @@ _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) 
 _IS_WORDS = re.compile(r"[A-Za-z ,.'-]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[A-Za-z ,.'-]*$")
 _CHOSEN = re.compile(r"(?:option |choice )?\(?([A-Z])(?:\)|[.:](?!\S)|$)", re.IGNORECASE)
 _QUALIFIER = re.compile(
-    r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|not|no|between|except|up to"
-    r"|(?:more|less|fewer|greater|other) than)\b",
+    r"\b(?:or (?:more|less|fewer|greater|higher|lower|above|below)|at (?:least|most)|no|between|except|up to"
+    r"|(?<!\\)not|not(?! ?=)|(?:more|less|fewer|greater|other) than)\b",
     re.IGNORECASE,
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
 # Texts of which math-verify reads only a part: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
-# "2t" != "2" (but "2 m" == "2"), "2\binom{6}{3}" != "22", "\ln{(2)}^2" != "\ln 4".
+# "2t" != "2" (but "2 m" == "2"), "2\binom{6}{3}" != "22", "x \not= 3" != "3", "\ln{(2)}^2" != "\ln 4".
 _MISREAD = re.compile(
     _NUMBER_WORD + r"|[^\0-\x7f]|[^\d\s.,\\][^\\]*(?<![\\A-Za-z])[cdghlmost]$|[\d}] ?\\[dt]?binom"
     r"|\d(?:[A-Za-z]|(?:\\? )?(?:[cdot]|ab|bc))[ $.]*$"
-    r"|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?[\^\w\\(]"
+    r"|\\not(?![a-z])|\\(?:ln|log)[^()]*\([^()]*\) ?\}? ?[\^\w\\(]"
 )
 
 
@@ -288,6 +288,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\(?:text(?:bf|it|rm|sf|normal)|math(?:rm|bf|it|sf)|mbox)(?![a-zA-Z])", r"\\text"),
         (r"^\\text ?\{ ?([-\d][\d.,/]*(?: [^{}]*)?)\}$", r"\1"),  # "\text{5 cm}"
         (r"(\\(?:ln|log)\{?\([^()]*\)\}?) ?(?=[\^\w\\(])", r"(\1)"),  # "\ln{(2)}^2"
+        (r"\\not ?=", r"\\neq "),
         (r"^(?:\\text ?\{ ?)?(?i:all real numbers|all reals) ?\}?$", r"\\mathbb{R}"),
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
