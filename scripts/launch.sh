@@ -127,19 +127,23 @@ launch() {
     [ -e "$file" ] || .venv/bin/openrlhf-bapo data "$(basename "$file" .jsonl)" "$file"
   done
   mkdir -p "$RUN"
-  if [ -e "$RUN/checkpoints/_actor/latest" ]; then
-    echo "resuming from $RUN/checkpoints"
-    FLAGS+=(--ckpt.load_enable)
-  fi
   local command=("$PWD/.venv/bin/openrlhf-bapo") log
   if [ -n "${SUBMIT:-}" ]; then
     command=(.venv/bin/ray job submit --address "$SUBMIT" -- "${command[@]}")
   fi
-  log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
-  echo "training in $RUN (the whole output goes to $log)"
-  source scripts/follow.sh
-  follow "$log" 1 "${command[@]}" train "${FLAGS[@]}"
-  .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" -o "$RUN/curves.png"
+  if [ -e "$RUN/evaluation/config.json" ]; then
+    echo "the training in $RUN is complete; without $RUN/evaluation it would continue"
+  else
+    if [ -e "$RUN/checkpoints/_actor/latest" ]; then
+      echo "resuming from $RUN/checkpoints"
+      FLAGS+=(--ckpt.load_enable)
+    fi
+    log=$RUN/train-$(date +%Y%m%d-%H%M%S).log
+    echo "training in $RUN (the whole output goes to $log)"
+    source scripts/follow.sh
+    follow "$log" 1 "${command[@]}" train "${FLAGS[@]}"
+    .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" -o "$RUN/curves.png"
+  fi
   if [ "$EVAL_N" -gt 0 ]; then
     # shellcheck disable=SC2086  # a list of files
     "${command[@]}" evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \

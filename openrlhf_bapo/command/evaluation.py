@@ -37,6 +37,9 @@ MAX_NEW_TOKENS = 32768
 # get the last problems.
 _RESPONSES_PER_ENGINE = 512
 
+# Of a weights file, which may have many GB, so much is read at so many places to recognize it.
+_PIECE, _NUM_PIECES = 1 << 20, 64
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -171,18 +174,27 @@ def reward_endpoints(reward: str | None) -> list[str]:
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
     """Describe model, data and reward by place, and by content if they are local, so that a resume can compare them.
 
-    For a local model, names, sizes and times of its files stand for its content. They change if its training continues.
+    A training that is run again saves the same model again, so the times of its files do not count.
     """
     folder = Path(model)
-    described = model
-    if folder.is_dir():
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-        described = f"{folder.resolve()} (files {_digest(repr(stats).encode())})"
     return {
-        "model": described,
+        "model": f"{folder.resolve()} (files {_digest_of_files(folder)})" if folder.is_dir() else model,
         "data": [_with_digest(Path(file).resolve()) for file in files],
         "reward": [_with_digest(Path(one)) if one.endswith(".py") else one for one in endpoints],
     }
+
+
+def _digest_of_files(folder: Path) -> str:
+    """Digest names, sizes and content of a folder's files; of a large file, pieces at equal distances."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as stream:
+            for start in range(0, size, max(size // _NUM_PIECES, _PIECE)):
+                stream.seek(start)
+                digest.update(stream.read(_PIECE))
+    return digest.hexdigest()[:12]
 
 
 def _with_digest(file: Path) -> str:

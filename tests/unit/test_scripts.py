@@ -98,6 +98,14 @@ def test_a_recipe_that_is_run_again_resumes_only_from_a_complete_checkpoint(tree
     assert "--ckpt.load_enable" in calls["train"] and "resuming from run/checkpoints\n" in run.stdout
 
 
+def test_a_recipe_that_is_run_again_after_its_evaluation_has_started_only_continues_the_evaluation(tree):
+    evaluation = tree.folder / "run/evaluation"
+    evaluation.mkdir(parents=True)
+    (evaluation / "config.json").touch()
+    run, calls = tree.train()
+    assert [*calls] == ["evaluate"] and "the training in run is complete" in run.stdout
+
+
 def test_overrides_win_over_the_recipe_and_the_command_line_wins_over_both(tree):
     lines = ["# a comment", "", "--train.batch_size 128", "--train.async_enable", "--ckpt.max_num 5"]
     (tree.folder / "overrides").write_text("\n".join(lines))  # without a line end after the last
