@@ -4,8 +4,9 @@ During a long step, one line per minute shows its progress.
 """
 
 import argparse
-import ast
 import collections
+import io
+import math
 import re
 import signal
 import sys
@@ -14,6 +15,7 @@ import time
 # As OpenRLHF's trainers log them (trainer/ppo_trainer.py and ppo_trainer_async.py).
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")
 _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at step) (\d+)(?:, eval_metrics)?: (\{.*\})")
+_METRIC = re.compile(r"'([^']+)': (-?(?:inf|nan|\d+(?:\.\d*)?(?:e[-+]?\d+)?))[,}]")
 _BAR = re.compile(r"(Generate samples|Train epoch \[\d+/\d+\]): +\d+%\|[^|]*\| (\d+/\d+) \[")  # tqdm's
 _ACTOR = re.compile(r"(?:\x1b\[\d+m)?(\(\w+ pid=\d+[^)]*\))(?:\x1b\[0m)? ")  # Ray's, before a line of another process
 _CUT = re.compile(r"(?:Global step \d+|global_step \d+, eval_metrics|Eval at step \d+): \{[^}]*$")
@@ -33,6 +35,8 @@ _COLUMNS = {
 # `openrlhf-bapo train` prints these at the start of a line. Ray puts a name before the lines of other processes.
 _OURS, _COMPLETE = "openrlhf-bapo: ", "openrlhf-bapo: the run is complete"
 _LINES_AT_FAILURE = 10
+SILENT = "the command ended here without a message, so it was probably killed"
+"""What is said of a command that did not say why it ended."""
 
 
 class Pieces:
@@ -57,8 +61,8 @@ def describe(line: str) -> str | None:
     if line.startswith(_OURS):
         return line.rstrip("\n")
     if match := _STEP.search(line):
-        metrics = ast.literal_eval(match[2].replace(": nan", ": None"))
-        shown = [f"{title} {metrics[key]:.3f}" for title, key in _COLUMNS.items() if metrics.get(key) is not None]
+        metrics = {key: value for key, value in _metrics(match[2]).items() if not math.isnan(value)}
+        shown = [f"{title} {metrics[key]:.3f}" for title, key in _COLUMNS.items() if key in metrics]
         return f"step {match[1]:>4}  " + "  ".join(shown)
     if evaluation := accuracy(line):
         step, by_name = evaluation
@@ -78,9 +82,14 @@ def describe_bar(line: str) -> str | None:
 def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
     """Return (global step, pass rates by name) from a line that reports an evaluation, else None."""
     if match := _EVALUATION.search(line):
-        metrics = ast.literal_eval(match[2])
+        metrics = _metrics(match[2])
         return int(match[1]), {k.removeprefix("eval_"): v for k, v in metrics.items() if re.search(r"_pass\d+$", k)}
     return None
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Return the numbers of a printed dict, inf and nan among them."""
+    return {name: float(value) for name, value in _METRIC.findall(text)}
 
 
 def main(argv: list[str]) -> None:
@@ -96,8 +105,8 @@ def main(argv: list[str]) -> None:
     last: collections.deque[str] = collections.deque(maxlen=_LINES_AT_FAILURE)
     evaluations: list[tuple[int, dict[str, float]]] = []
     finished_steps, is_complete, pieces = 0, False, Pieces()
-    with open(args.log, "w") as log:
-        for line in sys.stdin:
+    with open(args.log, "w", encoding="utf-8") as log:
+        for line in io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"):
             log.write(line)
             log.flush()
             last.append(line)
@@ -121,7 +130,7 @@ def main(argv: list[str]) -> None:
     else:
         if not any(line.startswith(_OURS) for line in last):
             sys.stderr.writelines(last)
-            print("the command ended here without a message, so it was probably killed", file=sys.stderr)
+            print(SILENT, file=sys.stderr)
         print(f"openrlhf-bapo: the whole output is in {args.log}", file=sys.stderr)
 
 
@@ -129,5 +138,5 @@ def _print_improvement(evaluations: list[tuple[int, dict[str, float]]]) -> None:
     if len(evaluations) > 1:
         (first, before), (last_step, after) = evaluations[0], evaluations[-1]
         for name in before:
-            if name.endswith("_pass1"):
+            if name.endswith("_pass1") and name in after:
                 print(f"held-out {name}: {before[name]:.3f} at step {first}, {after[name]:.3f} at step {last_step}")

@@ -27,6 +27,14 @@ def test_a_step_and_an_evaluation_become_one_line_each_and_other_lines_are_not_s
     assert progress.describe("anything else\n") is None
 
 
+def test_values_that_are_not_finite_or_not_numbers_are_never_an_error():
+    step = "Global step 3: {'policy_loss': inf, 'rollout/reward_mean': -inf, 'entropy_loss': nan, 'actor_grad_norm': "
+    assert progress.describe(step + "1e-05, 'a': tensor(1.)}\n") == "step    3  reward -inf  grad norm 0.000"
+    evaluation = progress.accuracy(EVALUATION.format(3, "-inf").replace("0.5", "nan"))
+    assert str(evaluation) == "(3, {'sums_pass4': nan, 'sums_pass1': -inf})"
+    assert progress.describe("Global step 4: {what is this}\n") == "step    4  "
+
+
 @pytest.mark.parametrize("line", [STEP, EVALUATION.format(3, 0.25)])
 @pytest.mark.parametrize("prefix", ["{} ", "\x1b[36m{}\x1b[0m "])
 def test_a_line_that_ray_cut_in_pieces_is_shown_as_if_it_were_whole(tmp_path, line, prefix):
@@ -53,6 +61,15 @@ def test_the_whole_output_is_kept_and_the_accuracy_is_summarized(tmp_path):
     assert (tmp_path / "log").read_text() == text
     assert "noise" not in run.stdout
     assert run.stdout.splitlines()[-1].endswith("held-out sums_pass1: 0.250 at step 0, 0.750 at step 7")
+
+
+def test_output_that_is_not_text_is_followed_to_its_end(tmp_path):
+    (tmp_path / "output").write_bytes(b"\xff\xfe\n" + (STEP + COMPLETE).encode())
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
+    with open(tmp_path / "output") as output:
+        run = subprocess.run(command, stdin=output, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0 and [line[9:13] for line in run.stdout.splitlines()] == ["step", "open"]
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
 
 
 def test_every_n_shows_the_first_step_every_nth_after_it_and_all_evaluations(tmp_path):
@@ -110,7 +127,7 @@ def test_a_step_of_several_minutes_shows_its_progress(tmp_path, monkeypatch, cap
     ):
         monkeypatch.setattr(progress, "_QUIET_SECONDS", seconds)
         monkeypatch.setattr(progress.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text + COMPLETE))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((text + COMPLETE).encode())))
         progress.main(["--log", str(tmp_path / "log")])
         *shown, step, _ = (line[9:] for line in capsys.readouterr().out.splitlines())
         assert shown == lines and step == progress.describe(STEP)
