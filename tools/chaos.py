@@ -39,6 +39,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 import nodes
 import pipeline
 
+from openrlhf_bapo.cli.progress import SILENT
+
 BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
 PATIENCE = 600  # seconds until a run that neither steps nor ends is stuck
@@ -46,7 +48,6 @@ AWAY = 20  # seconds: reward server, network, shared folder
 LAST_PROCESS = 90  # seconds until a process of a run that has ended is left
 
 ENDED = "openrlhf-bapo: the run has ended: "
-SILENT = "the command ended here without a word"  # what `progress` says of a command that was killed
 SLOW = "Ray did not start within its 30 s, on a busy machine"  # a cause that is none of ours: the fault comes again
 
 

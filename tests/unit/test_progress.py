@@ -1,9 +1,11 @@
 """The progress of a run for a person: one line per step."""
 
 import io
+import re
 import subprocess
 import sys
 
+import chaos
 import pytest
 
 from openrlhf_bapo.cli import progress
@@ -94,6 +96,8 @@ def test_a_run_that_ends_without_a_message_shows_its_last_lines_and_names_the_lo
         "the command ended here without a message, so it was probably killed",
         f"openrlhf-bapo: the whole output is in {tmp_path / 'log'}",
     ]
+    (killed,) = [fault for fault in chaos.FAULTS if fault.name == "SIGKILL: command"]
+    assert re.search(killed.said, run.stderr)
 
 
 def test_the_cause_of_a_failure_is_printed_last(tmp_path):
