@@ -317,7 +317,7 @@ def gpu_groups(args: Namespace) -> dict[str, int]:
         groups["engines"] = args.vllm.num_engines * args.vllm.tensor_parallel_size
     if args.algo.kl.init_coef > 0 and not (train.colocate_all or train.colocate_actor_ref):
         groups["reference"] = args.ref.num_nodes * args.ref.num_gpus_per_node
-    if has_critic and not train.colocate_all:
+    if has_critic and (train.colocate_critic_reward or not train.colocate_all):
         groups["critic"] = args.critic.num_nodes * args.critic.num_gpus_per_node
     reward_shares_gpus = train.colocate_all or (train.colocate_critic_reward and has_critic)
     if not (args.reward.remote_url or train.agent_func_path or reward_shares_gpus):

@@ -21,6 +21,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
     """
     yield from _missing(args)
     yield from _clashes_of_gpus(args, num_heads)
+    yield from _clashes_of_other_models(args)
     yield from _clashes_of_batches(args)
     yield from _clashes_of_lengths(args, num_positions)
     yield from _clashes_of_data(args)
@@ -47,29 +48,12 @@ def _missing(args: Namespace) -> Iterator[str]:
 
 
 def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
-    train, ds, vllm, ref, critic = args.train, args.ds, args.vllm, args.ref, args.critic
-    actor_grid = args.actor.num_nodes, args.actor.num_gpus_per_node
+    train, ds, vllm = args.train, args.ds, args.vllm
     num_gpus, num_engine_gpus = num_actor_gpus(args), (vllm.num_engines or 0) * vllm.tensor_parallel_size
-    has_reference = args.algo.kl.init_coef > 0
-    reference = f"--ref.num_nodes {ref.num_nodes} x --ref.num_gpus_per_node {ref.num_gpus_per_node}"
-
     if train.colocate_all and not train.async_enable and num_engine_gpus != num_gpus:
         yield (
             f"--vllm.num_engines {vllm.num_engines} x --vllm.tensor_parallel_size {vllm.tensor_parallel_size}: with "
             f"--train.colocate_all the product must be the actor's {num_gpus} GPUs"
-        )
-    shares_gpus = train.colocate_all or train.colocate_actor_ref
-    if has_reference and shares_gpus and (ref.num_nodes, ref.num_gpus_per_node) != actor_grid:
-        yield (
-            f"{reference}: where actor and reference model share GPUs, both must be the actor's "
-            f"{args.actor.num_nodes} x {args.actor.num_gpus_per_node}"
-        )
-    if has_reference and min(ref.num_nodes, ref.num_gpus_per_node) < 1:
-        yield f"{reference}: allowed: 1 or more"
-    if args.algo.advantage.estimator == "gae" and min(critic.num_nodes, critic.num_gpus_per_node) < 1:
-        yield (
-            f"--critic.num_nodes {critic.num_nodes} x --critic.num_gpus_per_node {critic.num_gpus_per_node}: allowed: "
-            "1 or more"
         )
     if num_heads and num_heads % vllm.tensor_parallel_size:
         yield (
@@ -95,6 +79,36 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
             yield "--ds.overlap_comm: with --train.dynamic_batch_enable, allowed with all --ds.zero_stage but 1"
     if num_gpus % ds.zpg:
         yield f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs"
+
+
+def _clashes_of_other_models(args: Namespace) -> Iterator[str]:
+    """Find numbers of GPUs for reference model, critic and reward model that OpenRLHF or Ray would refuse."""
+    train, ds = args.train, args.ds
+    grids = {
+        name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node)
+        for name in ("actor", "ref", "critic", "reward")
+    }
+    shown = {name: f"--{name}.num_nodes {x} x --{name}.num_gpus_per_node {y}" for name, (x, y) in grids.items()}
+    used = {"ref"} if args.algo.kl.init_coef > 0 else set()
+    used |= {"critic"} if args.algo.advantage.estimator == "gae" else set()
+    used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
+    has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
+
+    for name in sorted(used):
+        if min(grids[name]) < 1:
+            yield f"{shown[name]}: allowed: 1 or more"
+        if math.prod(grids[name]) % (ds.ring_attn_size * ds.tensor_parallel_size):
+            yield (
+                f"{shown[name]}: must be a multiple of --ds.ring_attn_size {ds.ring_attn_size} x "
+                f"--ds.tensor_parallel_size {ds.tensor_parallel_size}"
+            )
+        if name != "ref" and train.colocate_all and not has_pair and math.prod(grids[name]) > num_actor_gpus(args):
+            yield f"{shown[name]}: allowed with --train.colocate_all: up to the actor's {num_actor_gpus(args)} GPUs"
+    if "ref" in used and (train.colocate_all or train.colocate_actor_ref) and grids["ref"] != grids["actor"]:
+        nodes, gpus = grids["actor"]
+        yield (f"{shown['ref']}: where actor and reference model share GPUs, both must be the actor's {nodes} x {gpus}")
+    if has_pair and grids["reward"] != grids["critic"]:
+        yield f"{shown['reward']}: must equal {shown['critic']} with --train.colocate_critic_reward"
 
 
 def _clashes_of_batches(args: Namespace) -> Iterator[str]:

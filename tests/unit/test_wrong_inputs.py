@@ -23,6 +23,12 @@ from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
 
 HAS_GPU = torch.cuda.is_available()
 
+
+def reward_model(directory: Path) -> dict:
+    """Rewards from a model, not from a function."""
+    return dict(reward__remote_url=None, reward__model_name_or_path=directory / "model")
+
+
 # --flag value, and a part of the message.
 VALUES = [
     *(
@@ -196,6 +202,37 @@ COMMANDS = {
     "a reference that shares other GPUs": (
         dict(train__colocate_actor_ref=True, algo__kl__init_coef=0.1, ref__num_gpus_per_node=2),
         ["--ref.num_gpus_per_node 2", "the actor's 1 x 1"],
+    ),
+    "a critic on more GPUs than all models share": (
+        dict(train__colocate_all=True, algo__advantage__estimator="gae", critic__num_gpus_per_node=8),
+        ["--critic.num_gpus_per_node 8: allowed with --train.colocate_all: up to the actor's 1 GPUs"],
+    ),
+    "a reward model on more GPUs than all models share": (
+        lambda d, _: reward_model(d) | dict(train__colocate_all=True, reward__num_nodes=2),
+        ["--reward.num_nodes 2 x --reward.num_gpus_per_node 1: allowed with --train.colocate_all: up to"],
+    ),
+    "a critic and a reward model that share GPUs and differ in number": (
+        lambda d, _: (
+            reward_model(d)
+            | dict(train__colocate_critic_reward=True, algo__advantage__estimator="gae", critic__num_gpus_per_node=2)
+        ),
+        ["--reward.num_gpus_per_node 1: must equal --critic.num_nodes 1 x --critic.num_gpus_per_node 2"],
+    ),
+    **{
+        f"a ring that does not fit {name}": (
+            lambda d, _, name=name: (
+                reward_model(d)
+                | dict(algo__kl__init_coef=0.1, algo__advantage__estimator="gae", ds__ring_attn_size=2)
+                | {f"{other}.num_gpus_per_node": 2 for other in ("actor", "ref", "critic", "reward")}
+                | {f"{name}.num_gpus_per_node": 3}
+            ),
+            [f"--{name}.num_gpus_per_node 3: must be a multiple of --ds.ring_attn_size 2"],
+        )
+        for name in ("ref", "critic", "reward")
+    },
+    "no GPU for a reward model": (
+        lambda d, _: reward_model(d) | dict(reward__num_nodes=0),
+        ["--reward.num_nodes 0 x --reward.num_gpus_per_node 1: allowed: 1 or more"],
     ),
     "a ring that does not fit": (
         dict(ds__ring_attn_size=2, actor__num_gpus_per_node=3),
@@ -725,6 +762,12 @@ def test_too_many_gpus_are_refused_with_the_flag_that_asks_for_most(asked, num_g
     with pytest.raises(checks.FlagError, match=f"{flag}: the run asks for {sum(asked.values())} GPUs .*the 8 of"):
         checks.check_gpus(asked, num_gpus)
     checks.check_gpus(asked, sum(asked.values()))
+
+
+def test_critic_and_reward_model_have_gpus_of_their_own_where_they_share_them(directory):
+    changes = dict(train__colocate_all=True, train__colocate_critic_reward=True, algo__advantage__estimator="gae")
+    args = arguments.parse(argv(directory, changes))
+    assert checks.gpu_groups(args) == {"actor": 1, "critic": 1}
 
 
 @pytest.mark.parametrize("row", ["no config", "no tokenizer", "neither EOS nor pad", "no weights", "empty weights"])
