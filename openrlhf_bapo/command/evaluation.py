@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.command.input_files import check_model, check_python_file, check_row, is_url, json_value
+from openrlhf_bapo.command.input_files import (
+    check_model,
+    check_python_file,
+    check_row,
+    is_url,
+    json_value,
+    model_length,
+)
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
@@ -140,8 +147,8 @@ def make_prompts(
         texts[problem.key] = preprocess_data(problem.row, input_template, input_key, label_key, template)[0]
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
 
-    length = config.get_text_config().max_position_embeddings
-    room = length - longest
+    length = model_length(config.get_text_config())
+    room = math.inf if length is None else length - longest
     if room < 1:
         raise FlagError(f"--data: the longest prompt has {longest} tokens; allowed: fewer than the model's {length}")
     if max_new_tokens is not None and max_new_tokens > room:
@@ -149,7 +156,7 @@ def make_prompts(
             f"--max_new_tokens {max_new_tokens}: allowed beside the longest prompt's {longest} tokens, in the model's "
             f"{length}: up to {room}"
         )
-    max_new_tokens = max_new_tokens or min(MAX_NEW_TOKENS, room)
+    max_new_tokens = max_new_tokens or int(min(MAX_NEW_TOKENS, room))
     return Prompts(tokenizer, texts, apply_chat_template, max_new_tokens, longest + max_new_tokens)
 
 

@@ -6,13 +6,13 @@ import math
 import os
 import shutil
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from openrlhf_bapo.command.checks import gpu_groups
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
-from openrlhf_bapo.command.input_files import warn
+from openrlhf_bapo.command.input_files import model_length, warn
 from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
@@ -89,15 +89,23 @@ def read_shape(model: str) -> ModelShape:
     """
     try:
         if os.path.isdir(model):
-            return ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
+            return _shape_of(Path(model) / "config.json")
         if model in KNOWN_SHAPES:
             return KNOWN_SHAPES[model]
         from huggingface_hub import hf_hub_download
 
-        return ModelShape.from_config(json.loads(Path(hf_hub_download(model, "config.json")).read_text()))
+        return _shape_of(Path(hf_hub_download(model, "config.json")))
     except Exception as error:  # no such folder, repository or network, or another architecture
         allowed = f"a folder with a config.json, a model on the hub, or without network {', '.join(KNOWN_SHAPES)}"
         raise ValueError(f"{model}: {str(error).splitlines()[0]}; allowed: {allowed}") from None
+
+
+def _shape_of(file: Path) -> ModelShape:
+    from transformers import AutoConfig
+
+    config = json.loads(file.read_text())
+    shape, length = ModelShape.from_config(config), model_length(AutoConfig.for_model(**config))
+    return replace(shape, max_position_embeddings=length or shape.max_position_embeddings)
 
 
 def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:

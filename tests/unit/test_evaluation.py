@@ -1,10 +1,18 @@
-"""The settings of an evaluation, by which a killed one continues."""
+"""The settings of an evaluation: those by which a killed one continues, and the lengths that the model allows."""
 
+import json
 import os
 
+import pipeline
 import pytest
 
 from openrlhf_bapo.command import evaluation
+from openrlhf_bapo.command.plan import read_shape
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("evaluation"))
 
 
 def model_setting(folder) -> str:
@@ -25,3 +33,17 @@ def test_a_model_that_is_saved_again_is_the_same_and_one_with_other_weights_is_n
         file.seek(17 * layer)
         file.write(b"x" * layer)
     assert model_setting(tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_plan_and_an_evaluation_take_the_length_of_a_yarn_model_as_vllm_does(directory, name):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+    config = directory / "model/config.json"
+    before = config.read_text()
+    values = {key: value for key, value in json.loads(before).items() if key != "rope_parameters"}
+    config.write_text(json.dumps(values | {name: rope}))
+    assert read_shape(str(directory / "model")).max_position_embeddings == 512
+    problems = [evaluation.Problem("file:1", "sums", {"input": "1+2=", "label": "3"})]
+    prompts = evaluation.make_prompts(problems, str(directory / "model"), "input", "label", max_new_tokens=500)
+    assert prompts.max_model_len == 504
+    config.write_text(before)
