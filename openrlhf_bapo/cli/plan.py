@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import math
 import sys
 import textwrap
 from types import SimpleNamespace
@@ -33,8 +34,10 @@ def main(argv: list[str]) -> None:
     parsed, training = parser.parse_known_args(argv)
     ours = {name.removeprefix("plan."): value for name, value in vars(parsed).items()}
     for name, value in ours.items():
-        if isinstance(value, int | float) and value <= 0:
-            parser.error(f"--plan.{name} {value}: allowed: above 0")
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            parser.error(f"--plan.{name} {value}: allowed: above 0, and finite")
+    if ours["utilization"] > 1:
+        parser.error(f"--plan.utilization {ours['utilization']}: allowed: above 0, up to 1")
     given_model = ours.pop("model")
 
     from openrlhf_bapo.command import checks

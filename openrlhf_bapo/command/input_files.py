@@ -23,6 +23,7 @@ from openrlhf_bapo.command.mistakes import FlagError
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""
 
+_CSV_ENCODING = "utf-8-sig"  # accepts a byte order mark, as pandas does
 _SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
 """Bytes: the largest data file that is read whole, and the part that is read at each end of a larger one."""
 
@@ -105,6 +106,25 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
             shown = json.dumps(row[key])[:40]
             allowed = "a text, or a list of messages" if apply_chat_template else "a text"
             raise FlagError(f"{where}: {place} has {key!r} {shown}; allowed for {flag}: {allowed}, not empty")
+
+
+def count_rows(file: Path) -> int | None:
+    """Count the rows of a data file that `check_rows` accepts; None: not known without reading all of a large file."""
+    if file.suffix == ".csv":
+        with open(file, newline="", encoding=_CSV_ENCODING) as stream:
+            return sum(1 for row in csv.reader(stream) if row) - 1
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_metadata(file).num_rows
+    if file.suffix not in (".json", ".jsonl"):
+        return None
+    if file.stat().st_size <= _SMALL_FILE:
+        return sum(1 for _ in _json_rows(file, ""))
+    with open(file, "rb") as stream:
+        num_lines = sum(1 for line in stream if line.strip())
+        stream.seek(0)
+        return None if stream.read(1) == b"[" else num_lines
 
 
 def _check_columns(names: list[str], where: str, keys: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from openrlhf_bapo.command.checks import gpu_groups
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
-from openrlhf_bapo.command.input_files import model_length, warn
+from openrlhf_bapo.command.input_files import count_rows, model_length, warn
 from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
@@ -246,7 +246,7 @@ def training_setup(args: Namespace) -> TrainingSetup:
         zero_stage=args.ds.zero_stage,
         adam_offload=args.ds.adam_offload,
         zpg=args.ds.zpg,
-        grad_accum_bytes=4 if args.ds.grad_accum_dtype == "fp32" else 2,
+        grad_accum_bytes=4 if args.ds.grad_accum_dtype in ("fp32", "float32") else 2,
         overlap_comm=args.ds.overlap_comm,
         ring_attn_size=args.ds.ring_attn_size,
         tensor_parallel_size=args.ds.tensor_parallel_size,
@@ -296,6 +296,10 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     if left := fresh % args.train.batch_size:
         facts["samples left over"] = f"{left} of a rollout's {fresh} do not fill an optimizer step"
     queued = args.train.async_queue_size if args.train.async_enable else 0
+    if args.train.async_enable:
+        # Steps that a sample of a rollout for several steps waits, behind samples that do not fill a batch.
+        generated = args.rollout.vllm_generate_batch_size
+        queued += (num_prompts - math.gcd(num_prompts, generated) + generated - 1) // num_prompts
     staleness = {"fresh samples": queued + (args.partial.max_staleness if args.partial.token_budget else 0)}
     if args.replay.ratio:
         staleness["replayed samples"] = args.replay.max_staleness
@@ -308,10 +312,11 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
         facts["partial rollouts"] = "a response continues across weight updates; each token knows its policy version"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"
     dataset = args.data.prompt_dataset
-    if dataset and os.path.isfile(dataset):
-        with open(dataset, "rb") as file:
-            rows = min(sum(1 for _ in file), args.data.max_samples)
-        facts["training steps"] = f"{rows * args.train.num_episodes // num_prompts} from {rows:,} prompts"
+    if dataset and os.path.isfile(dataset) and (rows := count_rows(Path(dataset))) is not None:
+        rows = min(rows, args.data.max_samples)
+        # Each episode ends with a training step on the prompts that are left.
+        steps = args.train.num_episodes * math.ceil(rows / min(num_prompts, args.rollout.vllm_generate_batch_size))
+        facts["training steps"] = f"{steps} from {rows:,} prompts"
 
 
 def _num_samples(args: Namespace) -> int:

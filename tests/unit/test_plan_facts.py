@@ -1,0 +1,92 @@
+"""What `openrlhf-bapo plan` says of training steps, staleness and bytes, and the machines that it refuses."""
+
+import csv
+import json
+
+import pipeline
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from openrlhf_bapo.cli import plan
+from openrlhf_bapo.command.plan import Machine, make_plan, read_shape, training_setup
+
+ROWS = [{"input": f"{n}+1=", "label": str(n + 1)} for n in range(37)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return pipeline.make_model(tmp_path_factory.mktemp("plan"))
+
+
+def facts(directory, **flags) -> dict[str, str]:
+    args = pipeline.parse(pipeline.flags(directory, data__max_samples=1000, **flags))
+    return make_plan(args, read_shape(str(directory / "model")), Machine()).facts
+
+
+def write(file) -> None:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
+    elif file.suffix == ".csv":
+        with open(file, "w", newline="") as stream:
+            table = csv.DictWriter(stream, ROWS[0])
+            table.writeheader()
+            table.writerows([{"input": "two\nlines", "label": "1"}, *ROWS[1:]])
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(ROWS))
+    else:
+        file.write_text("\n\n".join(json.dumps(row, indent=1) for row in ROWS))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_each_episode_has_a_training_step_for_the_prompts_that_are_left(directory, kind):
+    file = directory / f"prompts.{kind}"
+    write(file)
+    planned = facts(directory, data__prompt_dataset=file, train__num_episodes=2)
+    assert planned["training steps"] == "6 from 37 prompts"  # of 16, 16 and 5 prompts, twice
+
+
+def test_large_files_of_lines_are_counted_and_large_arrays_are_not(directory):
+    lines, array = directory / "large.jsonl", directory / "large.json"
+    row = {"input": "1+2=", "label": "3", "more": "x" * 10_000_000}
+    lines.write_text(f"{json.dumps(row)}\n\n{json.dumps(row)}\n")
+    array.write_text(json.dumps([row, row]))
+    assert facts(directory, data__prompt_dataset=lines)["training steps"] == "1 from 2 prompts"
+    assert "training steps" not in facts(directory, data__prompt_dataset=array)
+
+
+@pytest.mark.parametrize(("generated", "staleness"), [(None, 2), (16, 2), (24, 3), (32, 3), (40, 4), (48, 4)])
+def test_samples_of_a_rollout_for_several_steps_wait_and_grow_older(directory, generated, staleness):
+    flags = dict(train__async_enable=True, train__async_queue_size=2, rollout__vllm_generate_batch_size=generated)
+    planned = facts(directory, **flags)["staleness in policy versions"]
+    assert planned == f"at most {staleness} of fresh samples"
+    # The longest wait in a long run, in training steps: first in, first out.
+    waiting, longest = [], 0
+    for step in range(200):
+        if len(waiting) < 16:
+            waiting += [step] * (generated or 16)
+        longest = max(longest, step - waiting[0], step - waiting[15])
+        waiting = waiting[16:]
+    assert staleness == 2 + longest
+
+
+def test_gradients_in_float32_take_4_bytes_by_either_name(directory):
+    for name, size in (("float32", 4), ("fp32", 4), ("bfloat16", 2), (None, 2)):
+        args = pipeline.parse(pipeline.flags(directory, ds__grad_accum_dtype=name))
+        assert training_setup(args).grad_accum_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [
+        ("utilization", "40", "above 0, up to 1"),
+        ("gpu_memory", "nan", "above 0, and finite"),
+        ("gpu_tflops", "inf", "above 0, and finite"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_one_line(flag, value, allowed, capsys):
+    with pytest.raises(SystemExit) as end:
+        plan.main([f"--plan.{flag}", value])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"openrlhf-bapo: --plan.{flag} {float(value)}: allowed: {allowed}"
