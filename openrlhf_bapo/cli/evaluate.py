@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import TextIO
 
 from openrlhf_bapo.command import evaluation
+from openrlhf_bapo.command.clashes import takes_an_input
 from openrlhf_bapo.command.input_files import try_file
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
@@ -71,8 +72,10 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name in ("top_p", "gpu_memory_utilization"):
         if not 0 < getattr(args, name) <= 1:
             raise FlagError(f"--{name} {getattr(args, name)}: allowed: above 0, up to 1")
-    if args.input_template and "{}" not in args.input_template:
-        raise FlagError(f"--input_template {args.input_template!r}: allowed: a text with {{}} for the input")
+    if args.input_template is not None and not takes_an_input(args.input_template):
+        raise FlagError(
+            f"--input_template {args.input_template!r}: allowed: a text with {{}} for the input, other braces doubled"
+        )
     if args.input_template and args.apply_chat_template:
         raise FlagError("--input_template: allowed without --apply_chat_template, which OpenRLHF prefers")
     if args.pass_at is None:

@@ -171,7 +171,7 @@ def _clashes_of_lengths(args: Namespace, num_positions: int | None) -> Iterator[
 
 def _clashes_of_data(args: Namespace) -> Iterator[str]:
     data = args.data
-    if data.input_template is not None and not _takes_an_input(data.input_template):
+    if data.input_template is not None and not takes_an_input(data.input_template):
         yield (
             f"--data.input_template {data.input_template}: allowed: a text with {{}} for the input, other braces "
             "doubled"
@@ -195,7 +195,7 @@ def _clashes_of_data(args: Namespace) -> Iterator[str]:
             )
 
 
-def _takes_an_input(template: str) -> bool:
+def takes_an_input(template: str) -> bool:
     """Return whether OpenRLHF's `template.format(input)` contains the input."""
     try:
         return "{}" in template and "an input" in template.format("an input")

@@ -6,6 +6,7 @@ import os
 import pipeline
 import pytest
 
+from openrlhf_bapo.cli import evaluate
 from openrlhf_bapo.command import evaluation
 from openrlhf_bapo.command.plan import read_shape
 
@@ -47,3 +48,14 @@ def test_a_plan_and_an_evaluation_take_the_length_of_a_yarn_model_as_vllm_does(d
     prompts = evaluation.make_prompts(problems, str(directory / "model"), "input", "label", max_new_tokens=500)
     assert prompts.max_model_len == 504
     config.write_text(before)
+
+
+@pytest.mark.parametrize("template", ["{} Put it into \\boxed{}.", "{} {name}", "Q:", ""])
+def test_a_template_that_cannot_take_the_input_is_refused_as_train_refuses_it(directory, tmp_path, template, capsys):
+    flags = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", tmp_path / "out"]
+    with pytest.raises(SystemExit) as end:
+        evaluate.main([*map(str, flags), "--input_template", template])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2
+    assert line.startswith(f"openrlhf-bapo: --input_template {template!r}: allowed: a text with {{}} for the input")
+    assert not (tmp_path / "out").exists()
