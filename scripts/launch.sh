@@ -14,7 +14,7 @@
 
 MODEL=${MODEL:-deepseek-ai/DeepSeek-R1-Distill-Qwen-7B} # the paper's validation (section 5.1)
 DATA=${DATA:-$PWD/data/skywork-or1.jsonl} # SkyWork-OR1-RL (the paper's section 5.1); made if it is missing
-EVAL_DATA=${EVAL_DATA:-$PWD/data/aime24.jsonl $PWD/data/aime25.jsonl} # separated by spaces; made if they are missing
+EVAL_DATA=${EVAL_DATA:-data/aime24.jsonl data/aime25.jsonl} # separated by spaces; made if they are missing
 REWARD=${REWARD:-$PWD/examples/math_reward.py} # a reward-function file, or http://HOST:PORT/get_reward[,...]
 recipe=$(basename "$0" .sh)
 RUN=${RUN:-$PWD/runs/${recipe#train_bapo_}} # folder of checkpoints, model, logs and curves
@@ -41,6 +41,11 @@ EVAL_N=${EVAL_N:-16}                  # responses per problem (section 5.1's eva
 FLAGS=()      # of the training command
 EVAL_FLAGS=() # of the evaluation at the end
 
+source scripts/numbers.sh # for the variables that are calculated with; the commands check the others
+check_numbers 1 NUM_NODES GPUS_PER_NODE MAX_PROMPT MAX_RESPONSE SAMPLES PROMPTS UPDATES
+check_numbers 1 ${RING_ATTN:+RING_ATTN} ${TENSOR_PARALLEL:+TENSOR_PARALLEL}
+check_numbers 0 EVAL_N
+
 # Let training and rollout take turns on the same GPUs, with an engine on each GPU.
 colocate() {
   ACTOR_GPUS_PER_NODE=$GPUS_PER_NODE
@@ -58,7 +63,7 @@ colocate() {
 launch() {
   source scripts/method.sh
   local samples=$((PROMPTS * SAMPLES))
-  if [ "$UPDATES" -lt 1 ] || [ $((samples % UPDATES)) -ne 0 ]; then
+  if [ $((samples % UPDATES)) -ne 0 ]; then
     echo "UPDATES=$UPDATES: allowed: divisors of the $samples samples of a rollout (PROMPTS x SAMPLES)" >&2
     exit 2
   fi
@@ -95,15 +100,19 @@ launch() {
     --logger.tensorboard_dir "$RUN/tensorboard"
     "${FLAGS[@]}"
   )
+  local words file files=("$DATA") eval_data=()
   if [ "$EVAL_N" -gt 0 ]; then
+    for file in $EVAL_DATA; do # a submitted job runs in another folder
+      eval_data+=("$([[ $file = /* ]] || echo "$PWD/")$file")
+    done
+    files+=("${eval_data[@]}")
     FLAGS+=(
-      --eval.dataset "${EVAL_DATA// /,}"
+      --eval.dataset "$(IFS=, && echo "${eval_data[*]}")"
       --eval.steps "$EVAL_STEPS"
       --eval.n_samples_per_prompt "$EVAL_N"
       --eval.temperature 0.6              # ours: that of the paper's validation runs (section 5.1)
     )
   fi
-  local words file
   if [ -n "${OVERRIDES:-}" ]; then
     mapfile -t words < <(sed '/^[[:space:]]*#/d' "$OVERRIDES" | xargs -r printf '%s\n')
     wait $! || {
@@ -123,7 +132,7 @@ launch() {
     exec .venv/bin/openrlhf-bapo plan --plan.gpu_memory "$GPU_MEMORY" "${FLAGS[@]}"
   fi
 
-  for file in "$DATA" $EVAL_DATA; do
+  for file in "${files[@]}"; do
     [ -e "$file" ] || .venv/bin/openrlhf-bapo data "$(basename "$file" .jsonl)" "$file"
   done
   mkdir -p "$RUN"
@@ -145,8 +154,7 @@ launch() {
     .venv/bin/openrlhf-bapo plot "$RUN/tensorboard" -o "$RUN/curves.png"
   fi
   if [ "$EVAL_N" -gt 0 ]; then
-    # shellcheck disable=SC2086  # a list of files
-    "${command[@]}" evaluate --model "$RUN/model" --data $EVAL_DATA --n "$EVAL_N" --reward "$REWARD" \
+    "${command[@]}" evaluate --model "$RUN/model" --data "${eval_data[@]}" --n "$EVAL_N" --reward "$REWARD" \
       --max_new_tokens "$MAX_RESPONSE" --tensor_parallel_size "${TENSOR_PARALLEL:-1}" --out "$RUN/evaluation" \
       "${EVAL_FLAGS[@]}"
   fi

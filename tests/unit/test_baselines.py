@@ -101,7 +101,7 @@ def test_updates_and_epochs_make_the_papers_staleness(recipe):
             "topr, balanced\n",
         ),
         (dict(UPDATES=7), "UPDATES=7: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
-        (dict(UPDATES=0), "UPDATES=0: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
+        (dict(UPDATES=0), "UPDATES=0: allowed: whole numbers of 1 or more\n"),
     ],
 )
 def test_another_method_or_number_of_updates_is_refused_in_one_line(environment, message):

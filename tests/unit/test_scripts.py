@@ -75,10 +75,43 @@ def test_a_recipe_trains_draws_the_run_and_evaluates_the_model_on_every_file(tre
     run, calls = tree.train()
     assert run.returncode == 0, run.stderr
     assert [*calls] == ["train", "plot", "evaluate"]
-    place = calls["evaluate"].index("--data")
-    assert calls["evaluate"][place : place + 4] == ["--data", "first.jsonl", "second.jsonl", "--n"]
+    place, files = calls["evaluate"].index("--data"), [f"{tree.folder}/{name}.jsonl" for name in ("first", "second")]
+    assert calls["evaluate"][place : place + 4] == ["--data", *files, "--n"]
+    assert values_of(calls["train"], "--eval.dataset") == [",".join(files)]
     assert values_of(calls["evaluate"], "--model") == values_of(calls["train"], "--ckpt.output_dir") == ["run/model"]
     assert [*tree.train(EVAL_N=0)[1]] == ["train", "plot"]
+
+
+def test_a_recipe_without_an_evaluation_needs_no_data_for_it(tree):
+    _, calls = tree.run("train_bapo_qwen7b.sh", DATA="prompts.jsonl", EVAL_N=0, RUN="run", DEVICE="cpu")
+    assert not any("data" in call for call in calls)
+
+
+def test_a_recipe_runs_in_a_folder_whose_name_has_spaces(tmp_path):
+    tree = Tree(tmp_path / "a b")
+    run, calls = tree.run("train_bapo_qwen7b.sh", DEVICE="cpu")
+    assert run.returncode == 0, run.stderr
+    made = [call[2:] for call in calls if "data" in call]
+    names = ("skywork-or1", "aime24", "aime25")
+    files = [f"{tree.folder}/data/{name}.jsonl" for name in names]
+    assert made == [[name, file] for name, file in zip(names, files, strict=True)]
+    (train,) = (call for call in calls if "train" in call)
+    assert values_of(train, "--eval.dataset") == [",".join(files[1:])]
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "08", "1.5"])
+@pytest.mark.parametrize(
+    ("recipe", "variable"),
+    [
+        *(("qwen7b", name) for name in ("EVAL_N", "PROMPTS", "SAMPLES", "UPDATES", "MAX_PROMPT", "MAX_RESPONSE")),
+        *(("qwen32b", name) for name in ("NUM_NODES", "GPUS_PER_NODE", "TENSOR_PARALLEL", "RING_ATTN")),
+    ],
+)
+def test_a_variable_of_a_recipe_that_is_not_a_number_is_one_line(tree, recipe, variable, value):
+    run, calls = tree.run(f"train_bapo_{recipe}.sh", **{variable: value})
+    least = 0 if variable == "EVAL_N" else 1
+    assert run.stderr == f"{variable}={value}: allowed: whole numbers of {least} or more\n"
+    assert (run.returncode, calls) == (2, [])
 
 
 def test_a_recipe_whose_training_fails_ends_with_its_exit_code_and_does_nothing_more(tree):
