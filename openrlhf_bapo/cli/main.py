@@ -5,6 +5,8 @@ import re
 import sys
 from importlib import metadata
 
+from openrlhf_bapo.command.mistakes import exit_with_one_line
+
 # Module of each command, and the extra that has its packages.
 COMMANDS = {
     "train": ("train_ppo_ray", "openrlhf"),
@@ -23,8 +25,11 @@ COMMANDS = {
 def main() -> None:
     """Run the command in the first argument with the arguments after it."""
     command, *arguments = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        print(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
+        return
     if command not in COMMANDS:
-        sys.exit(f"usage: openrlhf-bapo {{{','.join(COMMANDS)}}} ...")
+        exit_with_one_line(f"{command or 'the command is missing'}: allowed: {', '.join(COMMANDS)}, --help")
     module, extra = COMMANDS[command]
     if missing := _missing(extra):
         sys.exit(f"openrlhf-bapo {command} needs {', '.join(missing)}: pip install 'openrlhf-bapo[{extra}]'")

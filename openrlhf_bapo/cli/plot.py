@@ -5,6 +5,7 @@ import csv
 from itertools import cycle
 from pathlib import Path
 
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.core.entropy_rule import QUADRANTS
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
 
@@ -64,6 +65,11 @@ _ELSEWHERE = {
     "actor/grad_norm": "train/actor_grad_norm",
 }
 
+
+class NothingToDrawError(Exception):
+    """The logs have no metric that a panel shows."""
+
+
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
@@ -100,18 +106,16 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
         groups: scalars of runs, from `read_scalars`, by label.
         target: the search's target share, drawn as a line; None: no line.
         output: path of the PNG.
+
+    Raises:
+        NothingToDrawError: if no panel has data.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    logged = {tag: None for runs in groups.values() for scalars in runs for tag in scalars}
-    panels = [(title, dict(tags)) for title, tags in _PANELS]
-    panels[1][1].update({tag: None for tag in logged if tag.startswith("eval/") and tag.endswith("_pass1")})
-    panels = [(title, {tag: label for tag, label in tags.items() if tag in logged}) for title, tags in panels]
-    panels = [(title, tags) for title, tags in panels if tags]
-
+    panels = _panels_with_data(groups)
     rows = -(-len(panels) // 2)
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
@@ -141,8 +145,20 @@ def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> N
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize="small")
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=120, format="png")
     pyplot.close(figure)
+
+
+def _panels_with_data(groups: dict[str, list[dict]]) -> list[tuple[str, dict[str, str | None]]]:
+    logged = {tag: None for runs in groups.values() for scalars in runs for tag in scalars}
+    panels = [(title, dict(tags)) for title, tags in _PANELS]
+    panels[1][1].update({tag: None for tag in logged if tag.startswith("eval/") and tag.endswith("_pass1")})
+    panels = [(title, {tag: label for tag, label in tags.items() if tag in logged}) for title, tags in panels]
+    panels = [(title, tags) for title, tags in panels if tags]
+    if not panels:
+        shown = ", ".join(sorted(logged)[:3])
+        raise NothingToDrawError(f"the logs have no metric that is drawn (they have {shown}, ...); allowed: a training")
+    return panels
 
 
 def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
@@ -167,6 +183,7 @@ def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
 def main(argv: list[str]) -> None:
     """Draw, and print the path of the picture."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plot", description=__doc__)
+    parser.error = exit_with_one_line
     parser.add_argument(
         "runs",
         nargs="+",
@@ -179,14 +196,19 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     groups: dict[str, list[dict]] = {}
     for run in args.runs:
-        label, _, folder = run.rpartition("=")
+        label, _, folder = run.rpartition("=") if not Path(run).exists() else ("", "", run)
         path = Path(folder)
         try:
             scalars = read_scalars(path)
         except FileNotFoundError as error:
-            parser.error(str(error))
+            parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
         groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)
-    draw(groups, args.target, args.output)
-    if args.csv:
-        _write_csv(groups, args.csv)
+    try:
+        draw(groups, args.target, args.output)
+        if args.csv:
+            _write_csv(groups, args.csv)
+    except NothingToDrawError as error:
+        parser.error(f"RUN {' '.join(args.runs)}: {error}")
+    except OSError as error:
+        parser.error(f"{error.filename}: cannot be written ({error.strerror}); allowed: a file's path")
     print(args.output)

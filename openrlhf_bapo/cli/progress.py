@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 
+from openrlhf_bapo.command.mistakes import exit_with_one_line
+
 # As OpenRLHF's trainers log them (trainer/ppo_trainer.py and ppo_trainer_async.py).
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")
 _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at step) (\d+)(?:, eval_metrics)?: (\{.*\})")
@@ -95,9 +97,16 @@ def _metrics(text: str) -> dict[str, float]:
 def main(argv: list[str]) -> None:
     """Read a run's output from standard input until it ends."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo progress", description=__doc__)
+    parser.error = exit_with_one_line
     parser.add_argument("--log", required=True, help="file for the whole output")
     parser.add_argument("--every", type=int, default=1, help="show every N-th step")
     args = parser.parse_args(argv)
+    if args.every < 1:
+        parser.error(f"--every {args.every}: allowed: 1 or more")
+    try:
+        log = open(args.log, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        parser.error(f"--log {args.log}: cannot be written ({error.strerror}); allowed: a file's path")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the command decides when the output ends
@@ -105,7 +114,7 @@ def main(argv: list[str]) -> None:
     last: collections.deque[str] = collections.deque(maxlen=_LINES_AT_FAILURE)
     evaluations: list[tuple[int, dict[str, float]]] = []
     finished_steps, is_complete, pieces = 0, False, Pieces()
-    with open(args.log, "w", encoding="utf-8") as log:
+    with log:
         for line in io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"):
             log.write(line)
             log.flush()

@@ -9,6 +9,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 
@@ -92,19 +93,20 @@ def make_app(grader: MathGrader) -> "FastAPI":
 def main(argv: list[str]) -> None:
     """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo serve-math-reward", description=__doc__)
+    parser.error = exit_with_one_line
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=5000, help="port to listen on; 0: any free one (default: 5000)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="grading processes (default: one per CPU)")
     parser.add_argument("--time_limit", type=float, default=5.0, help="seconds for one answer (default: 5)")
     args = parser.parse_args(argv)
     if args.workers < 1:
-        _exit_with_one_line(f"--workers {args.workers}: must be at least 1")
+        exit_with_one_line(f"--workers {args.workers}: allowed: 1 or more")
     if not 0 < args.time_limit < float("inf"):
-        _exit_with_one_line(f"--time_limit {args.time_limit:g}: must be a number of seconds above 0")
+        exit_with_one_line(f"--time_limit {args.time_limit:g}: allowed: a number of seconds above 0")
     try:
         listener = socket.create_server((args.host, args.port), backlog=2048)
     except (OSError, OverflowError) as error:
-        _exit_with_one_line(f"--host {args.host} --port {args.port}: {error}; must be a free port of this machine")
+        exit_with_one_line(f"--host {args.host} --port {args.port}: {error}; allowed: a free port of this machine")
 
     import uvicorn
 
@@ -120,11 +122,6 @@ def main(argv: list[str]) -> None:
         pass
     finally:
         grader.close()
-
-
-def _exit_with_one_line(message: str) -> None:
-    sys.stderr.write(f"openrlhf-bapo serve-math-reward: {message}\n")
-    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,32 @@ def test_the_table_has_every_logged_number(tmp_path):
     assert sorted(found) == sorted(expected)
 
 
-def test_a_folder_without_a_log_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["empty", "-o", "x.png"], "RUN empty: no TensorBoard scalars under empty; allowed: a folder with"),
+        (["a=empty", "-o", "x.png"], "RUN a=empty: no TensorBoard scalars under empty; allowed: a folder with"),
+        (["run", "-o", "nowhere/x.png"], "nowhere/x.png: cannot be written (No such file or directory); allowed: "),
+        (["run", "-o", "x.png", "--csv", "nowhere/x"], "nowhere/x: cannot be written (No such file or directory); "),
+        (["other", "-o", "x.png"], "RUN other: the logs have no metric that is drawn (they have loss, ...); allowed: "),
+        (["run"], "the following arguments are required: -o/--output"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, flags, said):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    log(Path("run"), num_steps=1)
+    with SummaryWriter("other") as writer:
+        writer.add_scalar("loss", 1.0, 0)
     with pytest.raises(SystemExit) as exit_:
-        plot.main([str(tmp_path), "-o", str(tmp_path / "curves.png")])
-    assert exit_.value.code == 2 and "no TensorBoard scalars" in capsys.readouterr().err
+        plot.main(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2 and line.startswith(f"openrlhf-bapo: {said}")
+
+
+def test_a_picture_is_a_png_under_any_name_and_a_folders_name_may_have_an_equals_sign(tmp_path, figures):
+    log(tmp_path / "lr=1e-4")
+    log(tmp_path / "b")
+    plot.main([str(tmp_path / "lr=1e-4"), f"lr=2={tmp_path / 'b'}", "-o", str(tmp_path / "x.foo")])
+    assert (tmp_path / "x.foo").read_bytes().startswith(b"\x89PNG")
+    assert [line.get_label() for line in figures[0].axes[0].lines] == ["lr=1e-4", "lr=2"]

@@ -135,3 +135,34 @@ def test_a_step_of_several_minutes_shows_its_progress(tmp_path, monkeypatch, cap
         progress.main(["--log", str(tmp_path / "log")])
         *shown, step, _ = (line[9:] for line in capsys.readouterr().out.splitlines())
         assert shown == lines and step == progress.describe(STEP)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--every", "0"], "--every 0: allowed: 1 or more"),
+        (["--every", "x"], "argument --every: invalid int value: 'x'"),
+        (["--log", "nowhere/log"], "--log nowhere/log: cannot be written (No such file or directory); allowed: "),
+    ],
+)
+def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    run = follow(tmp_path, STEP, *flags)
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 2 and line.startswith(f"openrlhf-bapo: {said}")
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian", "--x"]])
+def test_an_unknown_command_is_one_line_with_the_commands(arguments):
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 2
+    said = arguments[0] if arguments else "the command is missing"
+    assert line.startswith(f"openrlhf-bapo: {said}: allowed: train, plan, ")
+
+
+def test_help_lists_the_commands():
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("usage: openrlhf-bapo {train,plan,")
