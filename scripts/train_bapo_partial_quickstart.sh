@@ -9,6 +9,7 @@ export TASK=remainder
 export RUNS=${RUNS:-runs/partial_quickstart}
 export STEPS=${STEPS:-100}     # global steps of 16 prompts x 4 samples; 100 steps use every prompt once
 export EVAL_STEPS=${EVAL_STEPS:-50}
+export PROMPTS=16
 BUDGET=${BUDGET:-64}           # tokens that a response may grow by in one rollout
 OVERSAMPLE=${OVERSAMPLE:-1.5}  # prompts in flight per prompt that a rollout needs
 
@@ -18,9 +19,7 @@ exec bash scripts/train_bapo_quickstart.sh \
   --partial.oversample "$OVERSAMPLE" \
   --partial.max_staleness 16 \
   --data.max_len 600 \
-  --data.max_samples $((16 * STEPS)) \
   --rollout.max_new_tokens 594 \
-  --rollout.batch_size 16 \
   --rollout.n_samples_per_prompt 4 \
   --rollout.micro_batch_size 64 \
   --ds.packing_samples \

@@ -10,6 +10,7 @@ RUNS=${RUNS:-runs/quickstart}
 TASK=${TASK:-walk}            # a task of examples/quickstart/prepare.py
 SEED=${SEED:-0}               # of the initial policy
 STEPS=${STEPS:-60}            # global steps of 32 prompts x 8 samples; 100 steps use every prompt once
+PROMPTS=${PROMPTS:-32}        # prompts per rollout; the partial quickstart has 16
 EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-40}
 UPDATES=${UPDATES:-8}         # optimizer steps per rollout (256 samples) and epoch: 1, 2, 4, 8 or 16
@@ -17,12 +18,24 @@ EPOCHS=${EPOCHS:-1}           # passes over a rollout
 if [ "${METHOD:-bapo}" = bapo ]; then PRESET=${PRESET:-steady}; fi  # ours; paper and readme search in each update
 source scripts/method.sh
 
+source scripts/numbers.sh
+check_numbers 1 STEPS PROMPTS UPDATES MAX_NEW_TOKENS
+episodes=$(((STEPS + 99) / 100))
+steps_per_episode=$(((STEPS + episodes - 1) / episodes))
+
 bash scripts/setup.sh
+target=$(.venv/bin/python -c '
+import sys
+from openrlhf_bapo.command.flags import check_flags
+flags = vars(check_flags(sys.argv[1:]))
+is_share = flags.get("bapo.target_kind") == "share"
+print(flags["balanced.target"] or is_share and flags["bapo.positive_contribution_target"] or "")
+' "${METHOD_FLAGS[@]}" "$@")
 .venv/bin/python examples/quickstart/prepare.py --task "$TASK" --seed "$SEED" "$RUNS/start"
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
 mkdir -p "$run"
-echo "training in $run ($STEPS steps; the whole output goes to train.log)"
+echo "training in $run ($((episodes * steps_per_episode)) steps; the whole output goes to train.log)"
 
 source scripts/follow.sh
 follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
@@ -36,15 +49,16 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   --data.prompt_dataset "$RUNS/start/train.jsonl" \
   --data.label_key label \
   --data.max_len $((24 + MAX_NEW_TOKENS)) \
-  --data.max_samples $((32 * STEPS)) \
+  --data.max_samples $((PROMPTS * steps_per_episode)) \
   --reward.remote_url examples/quickstart/reward.py \
   --algo.advantage.estimator group_norm \
   --algo.kl.init_coef 0 \
-  --rollout.batch_size 32 \
+  --rollout.batch_size "$PROMPTS" \
   --rollout.n_samples_per_prompt 8 \
   --rollout.micro_batch_size 256 \
-  --rollout.max_new_tokens $MAX_NEW_TOKENS \
+  --rollout.max_new_tokens "$MAX_NEW_TOKENS" \
   --train.batch_size $((256 / UPDATES)) \
+  --train.num_episodes "$episodes" \
   --train.max_epochs "$EPOCHS" \
   --train.micro_batch_size $((UPDATES > 8 ? 16 : 32)) \
   --eval.at_start \
@@ -57,9 +71,4 @@ follow "$run/train.log" 5 .venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray \
   --logger.tensorboard_dir "$run/tensorboard" \
   "$@"
 
-target=()
-case $METHOD-${PRESET:-paper} in
-  bapo*-paper) target=(--target 0.4) ;;
-  bapo*-readme | bapo*-steady | balanced-*) target=(--target 0.5) ;;
-esac
-.venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" "${target[@]}"
+.venv/bin/openrlhf-bapo plot "$run/tensorboard" -o "$run/curves.png" ${target:+--target "$target"}

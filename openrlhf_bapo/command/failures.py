@@ -115,7 +115,7 @@ def _what_is_saved(args: dict) -> str:
             tag += ", incomplete; an older one is resumed, if there is one"
         return (
             f"saved is {args['ckpt.path']} ({tag}); the same command with --ckpt.load_enable continues from there; a "
-            "recipe continues when it is run again"
+            "recipe other than the quickstart continues when it is run again"
         )
     steps = args["ckpt.save_steps"]
     every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"

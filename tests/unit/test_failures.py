@@ -109,6 +109,14 @@ def test_a_run_without_a_checkpoint_says_how_often_it_would_save_one(tmp_path, s
     assert f"(--ckpt.save_steps {steps}: {every}" in saved
 
 
+def test_a_run_with_a_checkpoint_says_how_it_continues_and_that_a_quickstart_does_not(tmp_path):
+    (tmp_path / "_actor").mkdir()
+    (tmp_path / "_actor/latest").write_text("global_step20")
+    _, saved = describe_failure(KeyError("episode"), ARGS | {"ckpt.path": str(tmp_path)}, [])
+    assert saved.startswith(f"saved is {tmp_path} (global_step20") and "--ckpt.load_enable continues" in saved
+    assert saved.endswith("a recipe other than the quickstart continues when it is run again")
+
+
 def test_a_full_disk_is_named_even_if_the_exception_does_not(tmp_path):
     args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": str(tmp_path)}  # /proc never has space
     ended, _ = describe_failure(RuntimeError("iostream error"), args, [])

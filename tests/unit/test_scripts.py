@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pipeline
@@ -137,6 +138,59 @@ def test_a_recipe_that_is_run_again_after_its_evaluation_has_started_only_contin
     (evaluation / "config.json").touch()
     run, calls = tree.train()
     assert [*calls] == ["evaluate"] and "the training in run is complete" in run.stdout
+
+
+@pytest.fixture
+def quickstart(tree):
+    """Runs a quickstart whose set-up is made; its result and its calls by verb. Python's one-liners are real."""
+    tree.make(tree.folder / "scripts/setup.sh", "")
+    one_liners = f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi\n'
+    tree.make(tree.folder / ".venv/bin/python", PROGRAM.replace("{ printf", one_liners + "{ printf", 1))
+
+    def run(script: str, *flags: str, **environment):
+        process, calls = tree.run(script, *flags, PYTHONPATH=pipeline.REPOSITORY, **environment)
+        verbs = {"train": "openrlhf_bapo.cli.train_ppo_ray", "plot": "plot"}
+        return process, {verb: call for call in calls for verb, word in verbs.items() if word in call}
+
+    return run
+
+
+@pytest.mark.parametrize(("steps", "episodes", "made"), [(60, 1, 60), (100, 1, 100), (101, 2, 102), (200, 2, 200)])
+@pytest.mark.parametrize(("script", "prompts"), [("quickstart", 32), ("partial_quickstart", 16)])
+def test_a_quickstart_makes_as_many_steps_as_it_says(quickstart, tree, script, prompts, steps, episodes, made):
+    tree.make(tree.folder / ".venv/bin/python", PROGRAM)  # no one-liners
+    run, calls = quickstart(f"train_bapo_{script}.sh", STEPS=steps)
+    assert f"({made} steps;" in run.stdout
+    assert values_of(calls["train"], "--data.max_samples") == [str(prompts * made // episodes)]
+    assert values_of(calls["train"], "--rollout.batch_size") == [str(prompts)]
+    assert values_of(calls["train"], "--train.num_episodes") == [str(episodes)]
+    assert made // episodes <= 100  # of the prompts that prepare.py makes
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "target"),
+    [
+        ([], {}, ["0.5"]),
+        ([], {"PRESET": "released"}, []),
+        ([], {"METHOD": "grpo"}, []),
+        (["--balanced.target", "0.6"], {"METHOD": "balanced"}, ["0.6"]),
+        (["--bapo.positive_contribution_target=0.3"], {"PRESET": "paper"}, ["0.3"]),
+    ],
+)
+def test_a_quickstarts_curves_have_the_target_of_its_flags(quickstart, flags, environment, target):
+    run, calls = quickstart("train_bapo_quickstart.sh", *flags, **environment)
+    assert run.returncode == 0, run.stderr
+    assert values_of(calls["plot"], "--target") == target
+
+
+def test_a_quickstarts_wrong_value_is_one_line_before_its_model_is_made(quickstart):
+    for flags, variables, said in (
+        (["--bapo.preset", "papre"], {}, "openrlhf-bapo: argument --bapo.preset: "),
+        ([], {"STEPS": "many"}, "STEPS=many: allowed: whole numbers of 1 or more"),
+    ):
+        run, calls = quickstart("train_bapo_quickstart.sh", *flags, **variables)
+        (line,) = run.stderr.splitlines()
+        assert (run.returncode, calls) == (2, {}) and line.startswith(said)
 
 
 def test_overrides_win_over_the_recipe_and_the_command_line_wins_over_both(tree):
