@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,25 @@ def test_a_followed_command_ends_when_all_of_its_output_has_been_shown(tree):
     (tree.folder / "scripts/followed.sh").write_text('source scripts/follow.sh; follow log 1 "$@"; echo after\n')
     run, _ = tree.run("followed.sh", "echo", "said")
     assert run.stdout.splitlines() == ["said", "shown", "after"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_job(tree, number):
+    tree.make(
+        tree.folder / ".venv/bin/openrlhf-bapo", "#!/usr/bin/env bash\nwhile read -r line; do echo $line >>log; done"
+    )
+    tree.make(tree.folder / "client", "#!/usr/bin/env bash\necho \"Job 'raysubmit_a1B2' submitted\"\nexec sleep 600\n")
+    script = "set -euo pipefail; source scripts/follow.sh; follow log 1 ./client job submit; echo never"
+    environment = os.environ | {"SUBMIT": "http://head:8265"}
+    process = subprocess.Popen(
+        ["bash", "-c", script], cwd=tree.folder, env=environment, stdout=-1, stderr=-1, text=True
+    )
+    pipeline.wait_until(lambda: (tree.folder / "log").exists(), process, tree.folder / "log")
+    process.send_signal(number)
+    out, error = process.communicate(timeout=900)
+    assert process.returncode in {128 + number, 143} and "never" not in out
+    stop = ".venv/bin/ray job stop --address http://head:8265 raysubmit_a1B2"
+    assert error == f"the job goes on; this ends it at once: {stop}\n"
 
 
 def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
