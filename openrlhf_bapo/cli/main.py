@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import signal
 import sys
 from importlib import metadata
 
@@ -33,7 +34,10 @@ def main() -> None:
     module, extra = COMMANDS[command]
     if missing := _missing(extra):
         sys.exit(f"openrlhf-bapo {command} needs {', '.join(missing)}: pip install 'openrlhf-bapo[{extra}]'")
-    importlib.import_module(f"openrlhf_bapo.cli.{module}").main(arguments)
+    try:
+        importlib.import_module(f"openrlhf_bapo.cli.{module}").main(arguments)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _missing(extra: str | None) -> list[str]:

@@ -76,19 +76,22 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Read all scalars of the event files under a directory, by OpenRLHF's names: tag -> (steps, values).
 
+    A resumed run repeats the steps after its checkpoint. The values of the last time count.
+
     Raises:
         FileNotFoundError: if the directory has no scalars.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    scalars: dict[str, tuple[list[int], list[float]]] = {}
+    by_step: dict[str, dict[int, tuple[float, float]]] = {}
     for file in sorted(directory.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
         for tag in events.Tags()["scalars"]:
-            steps, values = scalars.setdefault(tag, ([], []))
+            logged = by_step.setdefault(tag, {})
             for event in events.Scalars(tag):
-                steps.append(event.step)
-                values.append(event.value)
+                if event.step not in logged or event.wall_time >= logged[event.step][0]:
+                    logged[event.step] = event.wall_time, event.value
+    scalars = {tag: (sorted(logged), [logged[step][1] for step in sorted(logged)]) for tag, logged in by_step.items()}
     if not scalars:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
     of_verl = [tag for tag in scalars if tag.startswith(("actor/bapo/", "actor/entropy/", "actor/offpolicy/"))]

@@ -34,10 +34,13 @@ def to_start(values: np.ndarray) -> np.ndarray:
 
 
 def to_best(values: np.ndarray) -> np.ndarray:
-    """Return the level over ten points as a fraction of its best so far, where that is above 0."""
+    """Return the level over ten points as a fraction of its best so far; NaN if a value is below 0.
+
+    The fraction depends on the zero of the values, which for rewards of both signs is arbitrary.
+    """
     levels = level(values, 10)
     best = np.fmax.accumulate(levels)
-    return np.divide(levels, best, out=np.full(len(values), math.nan), where=best > 0)
+    return np.divide(levels, best, out=np.full(len(values), math.nan), where=(best > 0) & (values.min(initial=0) >= 0))
 
 
 def total(values: np.ndarray) -> np.ndarray:

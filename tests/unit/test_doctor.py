@@ -10,6 +10,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf_bapo.cli import doctor as command
+from openrlhf_bapo.cli import main
 from openrlhf_bapo.core import doctor
 from openrlhf_bapo.core.doctor import CHECKS, Finding, diagnose
 
@@ -93,6 +94,13 @@ def test_entropy_that_grows_and_a_mismatch_that_grows_are_found_too():
     assert not mismatch.is_wrong and "3.6 times" in mismatch.text
 
 
+def test_rewards_of_both_signs_have_no_fraction_of_their_best():
+    rewards = [0.05] * 30 + [-0.02] * 10
+    assert diagnose(run_of(rollout__reward_mean=rewards)) == []
+    (fallen,) = diagnose(run_of(rollout__reward_mean=[reward + 0.02 for reward in rewards]))
+    assert fallen.metric == "rollout/reward_mean" and fallen.is_wrong
+
+
 def test_what_was_wrong_and_is_no_longer_is_not_found_and_non_finite_values_do_not_count():
     assert diagnose(run_of(offpolicy__ess=[0.3] * 20 + [0.95] * 10)) == []
     values = [math.nan, 0.3, math.nan, 0.3, 0.3, math.inf, 0.3, 0.3, math.nan]
@@ -172,6 +180,17 @@ def test_watch_prints_what_comes_and_what_goes_while_a_run_goes_on(tmp_path):
             writer.add_scalar("train/offpolicy/ess", 0.95, step)
         writer.close()
         pipeline.wait_until(lambda: "gone: `offpolicy/ess`" in log.read_text(), process, log)
+
+
+def test_ctrl_c_ends_a_watch_without_a_traceback(tmp_path, monkeypatch, capsys):
+    def interrupt(_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", interrupt)
+    monkeypatch.setattr(sys, "argv", ["openrlhf-bapo", "doctor", str(tmp_path), "--watch", "1"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == 130 and capsys.readouterr().err == ""
 
 
 def test_a_finding_that_only_changes_its_figure_is_not_said_again():

@@ -41,6 +41,15 @@ def test_the_picture_of_a_run_shows_every_logged_curve_and_the_target(tmp_path, 
     assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
 
 
+def test_of_a_step_that_a_resumed_run_repeated_the_last_value_counts(tmp_path):
+    # The resumed run's folder, named by its start, may come first in the alphabet.
+    for folder, first, offset, time in (("z", 0, 0.0, 100), ("a", 3, 50.0, 200)):
+        with SummaryWriter(tmp_path / folder) as writer:
+            for step in range(first, first + 5):
+                writer.add_scalar("train/rollout/reward_mean", offset + step, step, walltime=time + step)
+    assert plot.read_scalars(tmp_path)["train/rollout/reward_mean"] == (list(range(8)), [0, 1, 2, 53, 54, 55, 56, 57])
+
+
 def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
     for name, offset, num_steps in (("a", 0.0, 5), ("b", 2.0, 4), ("c", 10.0, 5)):
         log(tmp_path / name, offset, num_steps)
