@@ -413,6 +413,9 @@ def _check_resume(args: Namespace) -> None:
     """Refuse a resume from an incomplete checkpoint. `find_whole_checkpoint` checks the pools beside it."""
     saved = Path(args.ckpt.path, "_actor")
     if not args.ckpt.load_enable:
+        for name in ("replay", "partial", "bapo"):
+            if getattr(args, name).discard_saved:
+                raise FlagError(f"--{name}.discard_saved: does nothing without --ckpt.load_enable")
         if (saved / "latest").is_file():
             warn(f"--ckpt.path {args.ckpt.path}: has checkpoints, but without --ckpt.load_enable the run ignores them")
         return

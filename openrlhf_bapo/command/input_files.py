@@ -86,12 +86,14 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
     """
     try:
         if file.suffix == ".csv":
-            with open(file, newline="", encoding="utf-8") as stream:
-                return _check_columns(next(csv.reader(stream), []), where, keys)
+            with open(file, newline="", encoding=_CSV_ENCODING) as stream:
+                table = csv.reader(stream)
+                return _check_table(next(table, []), any(table), where, keys)
         if file.suffix == ".parquet":
             import pyarrow.parquet
 
-            return _check_columns(pyarrow.parquet.read_schema(file).names, where, keys)
+            with pyarrow.parquet.ParquetFile(file) as opened:
+                return _check_table(opened.schema_arrow.names, opened.metadata.num_rows > 0, where, keys)
         if file.suffix not in (".json", ".jsonl"):
             return None
         rows = list(_json_rows(file, where))
@@ -127,8 +129,8 @@ def count_rows(file: Path) -> int | None:
         return None if stream.read(1) == b"[" else num_lines
 
 
-def _check_columns(names: list[str], where: str, keys: dict[str, str]) -> None:
-    if not names:
+def _check_table(names: list[str], has_rows: bool, where: str, keys: dict[str, str]) -> None:
+    if not has_rows:
         raise FlagError(f"{where}: has no rows; allowed: a file with at least one row")
     check_row(dict.fromkeys(names), f"{where}: its table", keys)
 

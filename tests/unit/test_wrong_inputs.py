@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pipeline
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -230,6 +232,18 @@ COMMANDS = {
         )
         for name in ("ref", "critic", "reward")
     },
+    "a discarded pool of no resume": (
+        dict(replay__ratio=1, replay__discard_saved=True),
+        ["--replay.discard_saved: does nothing without --ckpt.load_enable"],
+    ),
+    "discarded samples of no resume": (
+        dict(partial__token_budget=4, partial__discard_saved=True),
+        ["--partial.discard_saved: does nothing without --ckpt.load_enable"],
+    ),
+    "discarded averages of no resume": (
+        dict(policy_loss="bapo", bapo__smoothing=20, bapo__discard_saved=True),
+        ["--bapo.discard_saved: does nothing without --ckpt.load_enable"],
+    ),
     "no GPU for a reward model": (
         lambda d, _: reward_model(d) | dict(reward__num_nodes=0),
         ["--reward.num_nodes 0 x --reward.num_gpus_per_node 1: allowed: 1 or more"],
@@ -292,6 +306,12 @@ def file(flag: str, name: str, content: str | bytes, **more):
 
 def prompts(content: str | bytes, name: str = "prompts.jsonl"):
     return file("data.prompt_dataset", name, content)
+
+
+def parquet_without_rows(directory: Path, _) -> dict:
+    file = directory / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"input": [], "label": []}), file)
+    return {"data.prompt_dataset": file}
 
 
 def reward(content: str):
@@ -431,6 +451,8 @@ FILES = {
         prompts("question,label\n1+2=,3\n", "prompts.csv"),
         ["prompts.csv: its table has no key 'input'"],
     ),
+    "a CSV file of a header": (prompts("input,label\n\n", "prompts.csv"), ["prompts.csv: has no rows"]),
+    "a Parquet file without rows": (parquet_without_rows, ["prompts.parquet: has no rows; allowed: a file with at"]),
     "a Parquet file that is none": (prompts(ROW, "prompts.parquet"), ["prompts.parquet: cannot be read"]),
     "an evaluation file without label": (
         file("eval.dataset", "heldout.jsonl", '{"input": "1+2="}\n'),
@@ -700,6 +722,7 @@ def test_correct_flags_pass_without_a_word(directory, monkeypatch, changes):
         ("prompts.jsonl", f"\n{ROW}\n\n{ROW}\n"),
         ("prompts.jsonl", LARGE),
         ("prompts.csv", "input,label\n1+2=,3\n"),
+        ("prompts.csv", "\ufeffinput,label\n1+2=,3\n"),
     ],
 )
 def test_every_data_file_that_openrlhf_can_read_passes(directory, name, content):
@@ -709,7 +732,7 @@ def test_every_data_file_that_openrlhf_can_read_passes(directory, name, content)
     (directory / name).write_text(content)
     kind = {"jsonl": "json"}.get(name.split(".")[1], name.split(".")[1])
     rows = load_dataset(kind, data_files=str(directory / name), cache_dir=str(directory / "cache"))["train"]
-    assert rows[0] == {"input": "1+2=", "label": "3"} or kind == "csv"
+    assert rows[0] == {"input": "1+2=", "label": 3 if kind == "csv" else "3"}
     assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
 
 
