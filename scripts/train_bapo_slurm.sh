@@ -27,7 +27,13 @@ bash scripts/setup.sh
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
 on() { srun --nodes 1 --ntasks 1 --overlap --nodelist "$@"; }
-address=$(on "$head" hostname --ip-address | awk '{print $1}')
+# The first IPv4 address that is not a loopback's; on some nodes the host's name has none.
+address=$({ on "$head" hostname --ip-address && on "$head" hostname --all-ip-addresses; } | tr ' ' '\n' |
+  awk '!found && /^[0-9.]+$/ && !/^127\./ { found = $0 } END { print found }')
+if [ -z "$address" ]; then
+  echo "$head: no IPv4 address but a loopback's in hostname --ip-address and --all-ip-addresses" >&2
+  exit 1
+fi
 
 on "$head" .venv/bin/ray start --block --head --node-ip-address "$address" --port "$PORT" \
   --num-gpus "$GPUS_PER_NODE" &

@@ -254,6 +254,36 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
     assert error == f"the job goes on; this ends it at once: {stop}\n"
 
 
+@pytest.mark.parametrize(
+    ("of_the_name", "others", "address"),
+    [
+        ("10.0.0.1 10.0.0.2", "10.0.0.3", "10.0.0.1"),
+        ("fe80::1 127.0.1.1", "172.16.0.9 fd00::2", "172.16.0.9"),
+        ("::1", "fd00::2", None),
+    ],
+)
+def test_on_slurm_rays_head_listens_at_an_ipv4_address_that_other_nodes_reach(tree, of_the_name, others, address):
+    programs = {
+        "scontrol": "echo node1; echo node2",
+        "srun": 'while [[ $1 = --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done; "$@"',
+        "hostname": f'if [ "$1" = --ip-address ]; then echo {of_the_name}; else echo {others}; fi',
+        "sleep": "",
+    }
+    for name, text in programs.items():
+        tree.make(tree.folder / "programs" / name, f"#!/usr/bin/env bash\n{text}\n")
+    tree.make(tree.folder / ".venv/bin/python", "#!/usr/bin/env bash\necho 2\n")  # nodes
+    tree.make(tree.folder / "scripts/setup.sh", "")
+    tree.make(tree.folder / "recipe.sh", "echo at $RAY_ADDRESS\n")
+    path = f"{tree.folder / 'programs'}:{os.environ['PATH']}"
+    run, _ = tree.run(
+        "train_bapo_slurm.sh", PATH=path, RECIPE="recipe.sh", SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n"
+    )
+    if address:
+        assert run.stdout == f"at {address}:6379\n"
+    else:
+        assert run.returncode == 1 and run.stderr.startswith("node1: no IPv4 address") and not run.stdout
+
+
 def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
     """Run the set-up; its result, and the device that it installed packages for, or "" if it installed nothing."""
     run, calls = tree.run("setup.sh", **environment)
