@@ -4,7 +4,7 @@
 follow() {
   local log=$1 every=$2 status=0 is_job= training shown
   shift 2
-  [[ " $* " != *" job submit "* ]] || is_job=1
+  [ "$1" != submit ] || is_job=1
   exec 3> >(exec .venv/bin/openrlhf-bapo progress --log "$log" --every "$every" 3>&-)
   shown=$!
   "$@" >&3 2>&1 3>&- &

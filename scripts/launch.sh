@@ -59,6 +59,14 @@ colocate() {
   )
 }
 
+# Run a command as a job. Ray joins its words without a shell's quotes, so they are in a file.
+submit() {
+  local file
+  file=$(cd "$RUN" && pwd)/job-$2.sh
+  printf '%q ' "$@" >"$file"
+  exec .venv/bin/ray job submit --address "$SUBMIT" -- bash "$file"
+}
+
 # Train, draw the curves and evaluate; the arguments are further flags of the training command.
 launch() {
   source scripts/method.sh
@@ -138,7 +146,7 @@ launch() {
   mkdir -p "$RUN"
   local command=("$PWD/.venv/bin/openrlhf-bapo") log
   if [ -n "${SUBMIT:-}" ]; then
-    command=(.venv/bin/ray job submit --address "$SUBMIT" -- "${command[@]}")
+    command=(submit "${command[@]}")
   fi
   if [ -e "$RUN/evaluation/config.json" ]; then
     echo "the training in $RUN is complete; without $RUN/evaluation it would continue"

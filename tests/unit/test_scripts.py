@@ -221,10 +221,27 @@ def test_overrides_that_cannot_be_read_end_the_recipe_with_code_2(tree, content)
 
 
 def test_a_submitted_recipe_trains_and_evaluates_on_the_cluster_and_draws_here(tree):
-    _, calls = tree.train(SUBMIT="http://head:8265")
-    command = ["ray", "job", "submit", "--address", "http://head:8265", "--", f"{tree.folder}/.venv/bin/openrlhf-bapo"]
-    assert [calls[verb][:8] for verb in ("train", "evaluate")] == [[*command, verb] for verb in ("train", "evaluate")]
-    assert calls["plot"][0] == "openrlhf-bapo"
+    template = "{} Put it's $HOME\n into \\\\boxed{{}}; (`x`)"
+    run, calls = tree.run(
+        "train_bapo_qwen7b.sh",
+        *("--data.input_template", template),
+        **dict(DATA="prompts.jsonl", EVAL_DATA="first.jsonl second.jsonl", RUN="run", DEVICE="cpu"),
+        SUBMIT="http://head:8265",
+    )
+    assert run.returncode == 0, run.stderr
+    jobs = {verb: f"{tree.folder}/run/job-{verb}.sh" for verb in ("train", "evaluate")}
+    submitted = [call for call in calls if call[0] == "ray"]
+    assert submitted == [
+        ["ray", "job", "submit", "--address", "http://head:8265", "--", "bash", file] for file in jobs.values()
+    ]
+    for verb, file in jobs.items():
+        (tree.folder / "calls").write_text("")
+        subprocess.run(["sh", "-c", subprocess.list2cmdline(["bash", file])], cwd=tree.folder, check=True, timeout=900)
+        echo = ["bash", "-c", "eval set -- $(<calls); printf '%s\\0' \"$@\""]
+        words = subprocess.run(echo, cwd=tree.folder, capture_output=True, text=True, check=True).stdout.split("\0")
+        assert words[:2] == ["openrlhf-bapo", verb]
+        assert verb == "evaluate" or template in words
+    assert [call[0] for call in calls if "plot" in call] == ["openrlhf-bapo"]
 
 
 def test_a_followed_command_ends_when_all_of_its_output_has_been_shown(tree):
@@ -241,7 +258,7 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
         tree.folder / ".venv/bin/openrlhf-bapo", "#!/usr/bin/env bash\nwhile read -r line; do echo $line >>log; done"
     )
     tree.make(tree.folder / "client", "#!/usr/bin/env bash\necho \"Job 'raysubmit_a1B2' submitted\"\nexec sleep 600\n")
-    script = "set -euo pipefail; source scripts/follow.sh; follow log 1 ./client job submit; echo never"
+    script = "set -euo pipefail; source scripts/follow.sh; submit() { exec ./client; }; follow log 1 submit; echo never"
     environment = os.environ | {"SUBMIT": "http://head:8265"}
     process = subprocess.Popen(
         ["bash", "-c", script], cwd=tree.folder, env=environment, stdout=-1, stderr=-1, text=True
