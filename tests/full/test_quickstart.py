@@ -49,7 +49,7 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     assert [row["rollout"] for row in rows] == list(range(1, 61))
     assert [row["upper"] for row in rows] == upper
     missing = {name for row in rows for name, value in row.items() if math.isnan(value)}
-    assert missing == {"pass1"} and rows[-1]["pass1"] == accuracy[-1]
+    assert missing == {"heldout", "pass1"} and rows[-1]["heldout"] == rows[-1]["pass1"] == accuracy[-1]
 
     evaluate = [pipeline.warm_tree() / ".venv/bin/openrlhf-bapo", "evaluate", "--model", folder / "model"]
     evaluate += ["--out", runs / "evaluation", "--data", runs / "start/heldout.jsonl"]
