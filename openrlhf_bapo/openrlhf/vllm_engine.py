@@ -134,8 +134,10 @@ def _counting_updates(update_weight: Callable) -> Callable:
     @functools.wraps(update_weight)
     async def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = await update_weight(self, *args, **kwargs)
-        # OpenRLHF sends one parameter per call. `empty_cache` is True for the last parameter of an update only.
-        self.llm.policy_version += bool(kwargs.get("empty_cache"))
+        # OpenRLHF sends one parameter per call. `empty_cache`, the last argument, is True for the last parameter of an
+        # update only.
+        is_last = kwargs.get("empty_cache", args[-1] if args else False)
+        self.llm.policy_version += bool(is_last)
         return result
 
     return counting

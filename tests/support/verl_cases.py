@@ -385,7 +385,10 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
         (dict(loss_mode="bapo", scope="rank"), "scope 'rank' is not allowed"),
         (dict(loss_mode="bapo", preset="mine"), "preset 'mine' is unknown"),
         (dict(loss_mode="bapo", rule="mine"), "policy_loss.rule 'mine' is unknown; allowed: m2, .*balanced"),
-        (dict(loss_mode="bapo", rule="topr", preset="steady"), "policy_loss.rule 'topr' is allowed only without preset"),
+        (
+            dict(loss_mode="bapo", rule="topr", preset="steady"),
+            "policy_loss.rule 'topr' is allowed only without preset",
+        ),
         (dict(loss_mode="bapo", rule="topr", search=SEARCH), "policy_loss.rule 'topr' is allowed only without preset"),
         (
             dict(loss_mode="bapo", rule="topr", rule_settings=dict(budget=1.0)),

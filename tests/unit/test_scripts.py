@@ -258,10 +258,18 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
         tree.folder / ".venv/bin/openrlhf-bapo", "#!/usr/bin/env bash\nwhile read -r line; do echo $line >>log; done"
     )
     tree.make(tree.folder / "client", "#!/usr/bin/env bash\necho \"Job 'raysubmit_a1B2' submitted\"\nexec sleep 600\n")
-    script = "set -euo pipefail; source scripts/follow.sh; submit() { exec ./client; }; follow log 1 submit; echo never"
-    environment = os.environ | {"SUBMIT": "http://head:8265"}
+    script = "set -euo pipefail; source scripts/follow.sh; "
+    # The client says nothing until the script has its traps.
+    script += 'trap() { builtin trap "$@"; [ "$2" != INT ] || touch trapped; }; '
+    script += "submit() { until [ -e trapped ]; do sleep 0.1; done; exec ./client; }; follow log 1 submit; echo never"
     process = subprocess.Popen(
-        ["bash", "-c", script], cwd=tree.folder, env=environment, stdout=-1, stderr=-1, text=True
+        ["bash", "-c", script],
+        cwd=tree.folder,
+        env=os.environ | {"SUBMIT": "http://head:8265"},
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     pipeline.wait_until(lambda: (tree.folder / "log").exists(), process, tree.folder / "log")
     process.send_signal(number)

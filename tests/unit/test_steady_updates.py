@@ -29,7 +29,8 @@ def one_micro_batch(directory):
 def test_every_update_is_trained_between_bounds_that_follow_the_searches_of_those_before(directory):
     # At a learning rate of 0 every ratio is known, and every search finds the same.
     config = ClipConfig(contribution="gradient", positive_contribution_target=0.5)
-    settings = dict(policy_loss="bapo", bapo__contribution="gradient", train__max_epochs=3, **SMOOTHING)
+    settings = dict(policy_loss="bapo", bapo__contribution="gradient", bapo__positive_contribution_target=0.5)
+    settings |= dict(train__max_epochs=3, **SMOOTHING)
     samples = samples_with_both_signs()
     everything = tokens(samples)
     found = reference.search(everything, config)
