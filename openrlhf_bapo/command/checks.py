@@ -21,6 +21,7 @@ from openrlhf_bapo.command.input_files import (
     check_model,
     check_python_file,
     check_rows,
+    count_rows,
     is_hub_name,
     is_url,
     listed,
@@ -28,7 +29,7 @@ from openrlhf_bapo.command.input_files import (
     warn,
 )
 from openrlhf_bapo.command.mistakes import FlagError
-from openrlhf_bapo.openrlhf.settings import has_proximal_ratio
+from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)
 """Depths of `check`: the flags; also the files that they name; also this machine, where data and models must exist."""
@@ -260,6 +261,18 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
                 raise FlagError(f"{where}: no such file; allowed: a JSONL file, or a data set's name on the hub")
             else:
                 warn(f"{where}: does not exist yet, so its rows are not checked")
+    _check_one_step_fits(args)
+
+
+def _check_one_step_fits(args: Namespace) -> None:
+    name, samples = args.data.prompt_dataset, args.rollout.n_samples_per_prompt
+    if not has_clip_rule(args) or not Path(name).is_file() or (rows := count_rows(Path(name))) is None:
+        return
+    if (num := min(rows, args.data.max_samples)) * samples < args.train.batch_size:
+        raise FlagError(
+            f"--data.prompt_dataset {name}: {num} prompts x --rollout.n_samples_per_prompt {samples} fill no optimizer "
+            f"step of --train.batch_size {args.train.batch_size}"
+        )
 
 
 def _check_models(args: Namespace, must_exist: bool) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from openrlhf_bapo.command.input_files import listed
+from openrlhf_bapo.openrlhf.settings import has_clip_rule
 
 _ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """Advantage estimators that compare the responses to a prompt."""
@@ -132,8 +133,7 @@ def _clashes_of_batches(args: Namespace) -> Iterator[str]:
             f"--train.batch_size {train.batch_size}: must be a multiple of {num_ranks * micro_batch_size}, {per_rank}"
             f"the {num_ranks} data-parallel ranks of --actor.num_gpus_per_node {args.actor.num_gpus_per_node}"
         )
-    has_rule_of_ours = args.policy_loss not in ("ppo", "gspo")
-    if has_rule_of_ours and not train.dynamic_batch_enable and train.batch_size and num_samples % train.batch_size:
+    if has_clip_rule(args) and not train.dynamic_batch_enable and train.batch_size and num_samples % train.batch_size:
         yield (
             f"--train.batch_size {train.batch_size}: with --policy_loss {args.policy_loss} it must divide "
             f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"

@@ -407,8 +407,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "partial/dropped_left_over",
                 "partial/dropped_unrewarded",
             ),
-            "groups dropped: in total, too old or of too many segments, by dynamic filtering, without a whole micro-"
-            "batch at the end of the data, with a response without a reward",
+            "groups dropped: in total, too old or of too many segments, by dynamic filtering, that fill no "
+            "optimizer step at the end of the data, with a response without a reward",
             "0",
             "few, except filtered",
             "stale: a larger budget, or `--partial.on_stale finish`",

@@ -141,8 +141,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         num_ranks //= gpus_per_sample
         if is_decoupled(self.args) and replayed:
             self._recompute_denominators(samples[num_fresh:], num_ranks)
-        # Whole optimizer steps, as in `SamplesGenerator.generate_samples`. A remainder is left only by a short last
-        # rollout.
+        # Whole optimizer steps, as in `VersionedSamplesGenerator.generate_samples`. Only a short last rollout leaves a
+        # remainder.
         num_left_over = len(samples) % self.args.train.batch_size
         self._metrics["replay/samples_dropped"] = float(num_left_over)
         samples = samples[: len(samples) - num_left_over]

@@ -17,7 +17,7 @@ from openrlhf.utils.logging_utils import init_logger
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.settings import is_off_policy
+from openrlhf_bapo.openrlhf.settings import has_clip_rule, is_off_policy
 from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
 
 logger = init_logger(__name__)
@@ -78,7 +78,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """Groups that were dropped without a reward since the last log, by reason."""
         self._has_lost_groups = False
         self._num_left_over = 0  # groups since the last log
-        self._needs_whole_steps = self.args.policy_loss not in ("ppo", "gspo") or self.args.replay.ratio > 0
+        self._needs_whole_steps = has_clip_rule(self.args) or self.args.replay.ratio > 0
         self._saved_buffer: SampleBuffer | None = None  # from a checkpoint, until the first rollout
 
     @torch.no_grad()

@@ -19,6 +19,11 @@ def is_decoupled(args: Namespace) -> bool:
     return args.offpolicy.objective == "decoupled"
 
 
+def has_clip_rule(args: Namespace) -> bool:
+    """Say whether the loss is one of ours, with a clip rule whose updates are whole optimizer steps."""
+    return args.policy_loss not in ("ppo", "gspo")
+
+
 def has_proximal_ratio(args: Namespace) -> bool:
     """Say whether the loss's ratio is against the policy that a training step starts from, even for older tokens."""
     can_be_stale = bool(args.train.async_enable or args.partial.token_budget)

@@ -134,11 +134,16 @@ def start_of(cell: dict) -> Path:
     return Path("runs/late_data/starts", f"{cell['task']}-seed{cell['seed']}.pt")
 
 
+def seed_by_seed(cells: dict[str, dict]) -> list[str]:
+    """Return the names of cells by seed, so that an unfinished study has whole seeds; then as in the study's file."""
+    return sorted(cells, key=lambda name: cells[name]["seed"])
+
+
 def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
     """Run every cell that has no result yet, seed by seed; return how many failed."""
     os.nice(19)
     done = read_results(results, runs)
-    waiting = sorted((name for name in cells if name not in done), key=lambda name: cells[name]["seed"])
+    waiting = seed_by_seed({name: cell for name, cell in cells.items() if name not in done})
     total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
     running: dict[str, tuple[subprocess.Popen, float]] = {}  # by name: the process and the time of its start

@@ -777,6 +777,13 @@ torch.save(policy.state_dict(), sys.argv[2])
 """
 
 
+def test_the_cells_of_a_protocol_run_seed_by_seed_over_all_its_blocks():
+    cells = study.read_cells(FOLDER / "protocol.toml", "*")
+    ordered = study.seed_by_seed(cells)
+    assert [cells[name]["seed"] for name in ordered] == sorted(cell["seed"] for cell in cells.values())
+    assert {cells[name]["lag"] for name in ordered if cells[name]["seed"] == 200} == {0, 8}
+
+
 def test_other_kinds_of_processors_make_the_same_start_policy(tmp_path):
     made = []
     for kind in ("default", "avx2"):

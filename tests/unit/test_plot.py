@@ -41,9 +41,10 @@ def test_the_picture_of_a_run_shows_every_logged_curve_and_the_target(tmp_path, 
     assert any(list(line.get_ydata()) == [0.45, 0.45] for line in drawn)
 
 
-def test_of_a_step_that_a_resumed_run_repeated_the_last_value_counts(tmp_path):
-    # The resumed run's folder, named by its start, may come first in the alphabet.
-    for folder, first, offset, time in (("z", 0, 0.0, 100), ("a", 3, 50.0, 200)):
+@pytest.mark.parametrize(("before", "after"), ["az", "za"])
+def test_of_a_step_that_a_resumed_run_repeated_the_last_value_counts(tmp_path, before, after):
+    # Whichever run's folder comes first in the alphabet.
+    for folder, first, offset, time in ((before, 0, 0.0, 100), (after, 3, 50.0, 200)):
         with SummaryWriter(tmp_path / folder) as writer:
             for step in range(first, first + 5):
                 writer.add_scalar("train/rollout/reward_mean", offset + step, step, walltime=time + step)

@@ -146,6 +146,10 @@ VALUES = [
 COMMANDS = {
     "no model": (dict(actor__model_name_or_path=None), ["--actor.model_name_or_path: is missing"]),
     "no prompts": (dict(data__prompt_dataset=None), ["--data.prompt_dataset: is missing"]),
+    "no prompts for a rule of ours": (
+        dict(policy_loss="bapo", data__prompt_dataset=None),
+        ["--data.prompt_dataset: is missing"],
+    ),
     "no reward": (dict(reward__remote_url=None), ["--reward.remote_url: is missing"]),
     "no engines": (dict(vllm__num_engines=None), ["--vllm.num_engines None", "1 or more"]),
     "images that would wait": (
@@ -188,6 +192,10 @@ COMMANDS = {
     "a rollout that leaves samples over": (
         dict(policy_loss="bapo", train__batch_size=24),
         ["--train.batch_size 24: with --policy_loss bapo it must divide --rollout.batch_size x ", "which is 64"],
+    ),
+    "data that fill no optimizer step": (
+        dict(policy_loss="bapo", data__max_samples=7),
+        ["--data.prompt_dataset ", "7 prompts x --rollout.n_samples_per_prompt 4 fill no optimizer step", " 32"],
     ),
     "a critic on more GPUs than replay allows": (
         dict(replay__ratio=1, algo__advantage__estimator="gae", critic__num_gpus_per_node=2),
