@@ -137,6 +137,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         began, ended = time.time(), []
         running: dict[ray.ObjectRef, _Call] = {}
         loads = [0] * len(self.vllm_engines)  # responses that grow on each engine
+        num_complete = len(self.pool.complete)  # counted, because the pool sorts its groups each time
 
         def send(group: Group) -> None:
             engine = loads.index(min(loads))
@@ -148,7 +149,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         for group in groups:
             send(group)
         while running:
-            is_enough = len(self.pool.complete) >= num_needed
+            is_enough = num_complete >= num_needed
             if is_enough:
                 # Repeated, because a request may still be on its way to its engine.
                 batch_vllm_engine_call(self.vllm_engines, "stop_growing")
@@ -158,7 +159,9 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
                 loads[call.engine] -= len(call.responses)
                 pieces = ray.get(ref)
                 ended += [piece.ended_at for piece in pieces]
-                if not self._keep(call.group, call.responses, pieces) and not is_enough:
+                if self._keep(call.group, call.responses, pieces):
+                    num_complete += not call.group.unfinished
+                elif not is_enough:
                     for replacement in self._start(1):
                         send(replacement)
         *_, second_last, last = sorted([began, *ended])
