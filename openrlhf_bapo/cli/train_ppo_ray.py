@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from openrlhf_bapo.command.arguments import run_upstream
 from openrlhf_bapo.command.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
 from openrlhf_bapo.command.plan import warn_of_small_disks
+from openrlhf_bapo.command.threads import end_threads
 from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 
 
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         if not failures and isinstance(error, RuntimeError):  # such as a broken connection
             error = find_dead_engine(engines) or error
         _end(failures[0] if failures else error, values, signals)
+    end_threads()
     print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
 
 
@@ -56,6 +58,7 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
     leave_signals()
     traceback.print_exception(error)
     lines = describe_failure(error, values, signals)
+    end_threads()
     ray.shutdown()  # from here on, no process prints
     sys.stdout.flush()
     for line in lines:

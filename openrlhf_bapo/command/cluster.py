@@ -8,14 +8,13 @@ import functools
 import hashlib
 import os
 import tempfile
-import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 
 import openrlhf_bapo
 from openrlhf_bapo.command.checks import describe_gpus, gpu_groups, largest_group
 from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.command.threads import is_ending, start_thread
 from openrlhf_bapo.openrlhf.interrupts import is_training
 
 EVERY = 60.0
@@ -97,7 +96,7 @@ def wait_for_room(args: Namespace) -> None:
             f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: up to the "
             f"{sum(by_node.values())} of the cluster ({describe_nodes(by_node)}), or a cluster with more nodes"
         )
-    threading.Thread(target=_report_waiting, args=[groups], daemon=True).start()
+    start_thread(_report_waiting, groups)
 
 
 def gpus_by_node() -> dict[str, int]:
@@ -116,13 +115,13 @@ def _report_waiting(groups: dict[str, int]) -> None:
     before: set[str] = set()
     # After the connection has ended, the main thread says why.
     with contextlib.suppress(Exception):
-        while not is_training():
+        seconds = 0.0
+        while not is_ending(seconds) and not is_training():
             waiting = _without_resources()
             # A process that starts has no resources for a moment, too.
             if both := [name for id, name in waiting.items() if id in before]:
                 print(f"openrlhf-bapo: {_describe(groups, both)}", flush=True)
-            before = set(waiting)
-            time.sleep(EVERY)
+            before, seconds = set(waiting), EVERY
 
 
 def _describe(groups: dict[str, int], waiting: list[str]) -> str:

@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -15,6 +14,7 @@ from typing import Any
 
 import wrapt
 
+from openrlhf_bapo.command.threads import is_ending, start_thread
 from openrlhf_bapo.openrlhf.interrupts import Interrupted, interrupt_trainer, is_training
 
 _FAILED = signal.SIGUSR1
@@ -46,7 +46,7 @@ def catch_signals(came: list[int], failures: list[BaseException], finishes_step:
         if len(came) > 1 or not finishes_step:
             raise KeyboardInterrupt  # Ray lets it through
         name = signal.Signals(number).name
-        threading.Thread(target=ask, args=[name], daemon=True).start()  # a signal handler must not wait
+        start_thread(ask, name)  # a signal handler must not wait
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
@@ -72,7 +72,7 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
         @functools.wraps(create_vllm_engines)
         def create(*args: Any, **kwargs: Any) -> list:
             engines.extend(create_vllm_engines(*args, **kwargs))
-            threading.Thread(target=wait, daemon=True).start()
+            start_thread(wait)
             return list(engines)
 
         return create
@@ -81,7 +81,10 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
         import ray
 
         try:
-            ray.get([engine.check_health.remote() for engine in engines])  # an engine answers when it has started
+            starting = [engine.check_health.remote() for engine in engines]  # an engine answers when it has started
+            while starting and not is_ending():
+                started, starting = ray.wait(starting, timeout=1.0)
+                ray.get(started)
         except Exception as error:
             failures.append(error)
             os.kill(os.getpid(), _FAILED)

@@ -124,7 +124,10 @@ IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "v
 
 
 def train(programs, directory, **settings) -> tuple[str, list[dict[str, float]], Path]:
-    """Run examples/verl/laptop.sh for four steps; return its output, the metrics of its steps, and its folder."""
+    """Run examples/verl/laptop.sh for four steps; return its output, the metrics of its steps, and its folder.
+
+    The metrics are TensorBoard's, by the plot's names: Ray may cut a long line of the log in two.
+    """
     run = pipeline.run_laptop(
         "verl",
         pipeline.warm_python(programs / "python", *IMPORTS),
@@ -132,12 +135,10 @@ def train(programs, directory, **settings) -> tuple[str, list[dict[str, float]],
         "trainer.total_training_steps=4",
         *(f"{name.replace('__', '.')}={value}" for name, value in settings.items()),
     )
-    output = (run / "train.log").read_text()
-    lines = re.findall(r"step:\d+ - .*", output)
-    steps = [dict(re.findall(r"(\S+?):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)\)?(?: |$)", line)) for line in lines]
-    steps = [{name: float(value) for name, value in step.items()} for step in steps]
-    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
-    return output, steps, run
+    scalars = plot.read_scalars(run / "tensorboard")
+    assert scalars["training/global_step"][0] == [1, 2, 3, 4]
+    steps = [{tag: values[at.index(n)] for tag, (at, values) in scalars.items() if n in at} for n in (1, 2, 3, 4)]
+    return (run / "train.log").read_text(), steps, run
 
 
 def test_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs, tmp_path):
@@ -145,14 +146,12 @@ def test_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs
     assert "openrlhf-bapo: verl's policy loss is bapo, scope update" in output
     for step in steps:
         assert step["training/rollout_probs_diff_mean"] < 0.01  # the engine has the weights that were trained
-        assert 0.6 <= step["actor/bapo/clip_low"] <= 0.9 and 1.2 <= step["actor/bapo/clip_high"] <= 3.0
-        assert step["actor/bapo/positive_share"] >= step["actor/bapo/initial_share"]
-        assert step["actor/bapo/target_reached"] < 1 or step["actor/bapo/positive_share"] >= TARGET
-    assert any(step["actor/bapo/clip_high"] > 1.2 for step in steps)  # and there was something to find
-    assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.1
-    scalars = plot.read_scalars(run / "tensorboard")
-    upper = [step["actor/bapo/clip_high"] for step in steps]
-    assert scalars["train/bapo/clip_high"][1] == pytest.approx(upper, abs=1e-3)
+        assert 0.6 <= step["train/bapo/clip_low"] <= 0.9 and 1.2 <= step["train/bapo/clip_high"] <= 3.0
+        assert step["train/bapo/positive_share"] >= step["train/bapo/initial_share"]
+        reached = step["train/bapo/target_reached"] == 1
+        assert not reached or step["train/bapo/positive_share"] >= TARGET - 1e-6  # float32
+    assert any(step["train/bapo/clip_high"] > 1.21 for step in steps)  # and there was something to find
+    assert steps[-1]["train/rollout/reward_mean"] > steps[0]["train/rollout/reward_mean"] + 0.1
     saved = run / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
     assert sorted(file.name for file in saved.glob("model_*.pt")) == [f"model_world_size_2_rank_{n}.pt" for n in (0, 1)]
 
@@ -191,10 +190,10 @@ def test_verls_async_trainers_take_ratios_against_the_policy_that_generated(
     _, steps, _ = train(programs, tmp_path, **{"trainer.v1.trainer_mode": mode}, **ASYNC, **settings)
     staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
     assert staleness[0] == 0 < max(staleness)
-    assert min(step["actor/offpolicy/ess"] for step in steps) < 0.998
+    assert min(step["train/offpolicy/ess"] for step in steps) < 0.998
     for step, stale in zip(steps, staleness, strict=True):
         # The only optimizer step of a fresh rollout has ratios of 1, but for what engine and actor differ by.
-        assert stale > 0 or step["actor/offpolicy/ess"] > 0.998
-        assert 0.6 <= step["actor/bapo/clip_low"] < 1 < step["actor/bapo/clip_high"] <= 3.0
+        assert stale > 0 or step["train/offpolicy/ess"] > 0.998
+        assert 0.6 <= step["train/bapo/clip_low"] < 1 < step["train/bapo/clip_high"] <= 3.0
         if settings is CRITIC_AND_KL:
             assert step["critic/vf_loss"] > 0 and "actor/kl_loss" in step
