@@ -44,6 +44,7 @@ TESTS = {
     "core/rule_loss.py": [
         "test_nonfinite.py::test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out",
         "test_policy_loss.py",
+        "test_entropy_rule.py",
         "test_clip_rules.py",
         "test_update_scope.py",
     ],
