@@ -1,6 +1,6 @@
 """Threads of the command that ask Ray. They end before Ray is shut down.
 
-A call of Ray's after `ray.shutdown` ends the process without a word, or starts another cluster.
+A call to Ray after `ray.shutdown` ends the process without a message, or starts another cluster.
 """
 
 import threading
@@ -25,6 +25,8 @@ def is_ending(seconds: float = 0.0) -> bool:
 def end_threads(patience: float = 10.0) -> None:
     """Let the threads end, and wait for each for up to `patience` seconds."""
     _ending.set()
-    while _threads:
-        _threads.pop().join(patience)
-    _ending.clear()
+    for thread in _threads:
+        thread.join(patience)
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    if not _threads:
+        _ending.clear()

@@ -3,6 +3,7 @@
 import threading
 import time
 from argparse import Namespace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import ray
 from test_failures import ARGS
 
 from openrlhf_bapo.cli import train_ppo_ray
-from openrlhf_bapo.command import cluster, interrupts
+from openrlhf_bapo.command import cluster, interrupts, threads
 from openrlhf_bapo.command.threads import end_threads, is_ending, start_thread
 
 
@@ -40,6 +41,7 @@ def test_threads_have_ended_when_ray_is_shut_down(end, monkeypatch):
         monkeypatch.setattr(train_ppo_ray, name, lambda *_: None)
     monkeypatch.setattr(train_ppo_ray, "run_upstream", lambda argv, prepare, start: prepare(Namespace(**ARGS)))
     monkeypatch.setattr(ray, "shutdown", lambda: seen.append(ended.is_set()))
+    monkeypatch.setattr(train_ppo_ray, "end_threads", partial(end_threads, 900))
     start_thread(ask)
     end()
     assert seen == [True]
@@ -69,9 +71,24 @@ def test_a_thread_that_waits_for_the_cluster_ends_when_asked(wait, monkeypatch):
     monkeypatch.setattr(cluster, "_without_resources", nothing)
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (nothing(), refs))
     monkeypatch.setattr(ray, "get", lambda refs: refs)
-    before = set(threading.enumerate())
     wait(monkeypatch)
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = threads._threads
     assert asked.wait(900)
     end_threads(900)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_does_not_end_in_time_is_still_told_to_end():
+    may_go_on, told = threading.Event(), []
+
+    def ask() -> None:
+        may_go_on.wait(900)
+        told.append(is_ending())
+
+    start_thread(ask)
+    (thread,) = threads._threads
+    end_threads(0.01)
+    may_go_on.set()
+    thread.join(900)
+    end_threads()
+    assert told == [True] and not is_ending()
