@@ -285,9 +285,10 @@ def change_from_gradients(log_probs, ratio, gradients, weight) -> float:
         dict(clip_config=ClipConfig.preset("readme"), dual_clip=3.0),
         dict(clip_config=ClipConfig.preset("readme"), token_weight="rollout_prob"),
         dict(rule=FixedBounds(0.8, 1.2)),
+        dict(rule=FixedBounds(0.8, 4.0), dual_clip=1.1),  # leaves out no positive token above it
         dict(rule=TaperedWeights("sequence"), dual_clip=3.0),
     ],
-    ids=["searched", "dual clip", "rollout_prob", "fixed", "weights"],
+    ids=["searched", "dual clip", "rollout_prob", "fixed", "dual clip below the bound", "weights"],
 )
 def test_openrlhfs_loss_predicts_from_the_tokens_that_its_gradient_trains_on(settings, token_level_loss):
     loss = BapoPolicyLoss(token_level_loss=token_level_loss, **settings)
