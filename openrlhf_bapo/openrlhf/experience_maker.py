@@ -101,7 +101,10 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
 
     @torch.no_grad()
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """Make upstream's experience. With replay, add the replayed groups and return one batch per rank."""
+        """Make upstream's experience. With replay, add the replayed groups.
+
+        With replay, the batches are one per rank, or with dynamic batches one per sample.
+        """
         if isinstance(rollout_samples, RolloutSamples):
             self.unfinished, self.buffer = rollout_samples.unfinished, rollout_samples.buffer
             self._metrics |= rollout_samples.metrics
@@ -148,7 +151,11 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         samples = samples[: len(samples) - num_left_over]
         if gpus_per_sample > 1:  # upstream does not shuffle then
             samples = _interleaved(samples[:num_fresh], samples[num_fresh:])
-        return [make_experience_batch(samples[rank::num_ranks]) for rank in range(num_ranks)]
+        parts = [samples[rank::num_ranks] for rank in range(num_ranks)]
+        if self.args.train.dynamic_batch_enable:
+            # Upstream's `balance_experiences` splits all batches again. One sample per batch needs no padding.
+            parts = [[sample] for part in parts for sample in part]
+        return [make_experience_batch(part) for part in parts]
 
     def _recompute_denominators(self, samples: list[Experience], num_ranks: int) -> None:
         """Let the actor compute the log-probs of replayed samples with its current weights, as it did for fresh ones.

@@ -198,6 +198,26 @@ def test_every_rank_of_a_group_has_the_metrics_of_all_its_tokens(tmp_path):
         assert found == pytest.approx(metrics_of(OF_EVERY_KIND))
 
 
+def loss_metrics(micro_batches, group=None) -> dict[str, float]:
+    loss = BapoPolicyLoss(rule=FixedBounds(0.8, 1.2), group=group)
+    for each in micro_batches:
+        loss(*each.values())
+    loss.entropy_rule.close_update()
+    return loss.take_metrics()
+
+
+def loss_metrics_of_a_rank(rank: int, num_ranks: int, port: int, micro_batches) -> dict[str, float]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    return loss_metrics(micro_batches[rank : rank + 1], dist.group.WORLD)
+
+
+def test_the_losses_of_a_group_of_ranks_predict_from_the_tokens_of_all(tmp_path):
+    micro_batches = presets.make_updates()[0]
+    expected = pytest.approx(loss_metrics(micro_batches))
+    for found in pipeline.run_in_ranks(tmp_path, loss_metrics_of_a_rank, len(micro_batches), micro_batches):
+        assert found == expected
+
+
 # ---- Against softmax policies, whose entropy is known ----
 
 NUM_ACTIONS = 6
