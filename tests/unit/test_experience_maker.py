@@ -228,6 +228,21 @@ def test_without_an_off_policy_feature_the_experience_is_openrlhfs_own(tmp_path)
     assert maker.pool is None and maker.fresh is batches
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_path, monkeypatch, dtype):
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    maker, generator = make_maker(tmp_path), torch.Generator().manual_seed(0)
+    rewards = (torch.randn(5, 300, generator=generator) * torch.rand(5, 1, generator=generator) ** 8).to(dtype)
+    mask = (torch.arange(300) < torch.tensor([[0], [1], [7], [299], [300]])).long()
+    upstream = {
+        gamma: RemoteExperienceMaker.get_cumulative_returns(maker, rewards, mask, gamma) for gamma in (1.0, 0.9)
+    }
+    assert torch.equal(maker.get_cumulative_returns(rewards, mask, 0.9), upstream[0.9])
+    monkeypatch.delattr(RemoteExperienceMaker, "get_cumulative_returns")  # the loop takes minutes on long responses
+    assert torch.equal(maker.get_cumulative_returns(rewards, mask, 1.0), upstream[1.0])
+
+
 # ---- replay ----
 
 
