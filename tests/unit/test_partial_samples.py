@@ -251,6 +251,48 @@ def test_a_rollout_with_enough_complete_groups_stops_the_other_responses_on_ever
     assert sorted(labels(samples) + labels(last)) == list(range(8))
 
 
+def test_responses_stop_once_enough_groups_are_complete_and_calls_go_to_the_engine_that_grows_fewest(directory):
+    torch.manual_seed(0)  # of the order of the prompts
+    generator = make_generator(directory, 60, partial__oversample=3.0, algo__dynamic_filtering_enable=True)
+    generator.args.algo.dynamic_filtering_range = (0.125, 0.5)  # drops groups, whose replacements start in mid-rollout
+    growing = dict.fromkeys(generator.vllm_engines, 0)  # responses
+    events = []
+
+    def observe(engine) -> None:
+        grow_responses, stop_growing = engine.grow_responses.remote, engine.stop_growing.remote
+
+        def grow(kept_tokens, **request) -> Ref:
+            assert growing[engine] == min(growing.values())
+            growing[engine] += len(kept_tokens)
+            work = grow_responses(kept_tokens=kept_tokens, **request).work
+            events.append("grow")
+
+            def ended():
+                growing[engine] -= len(kept_tokens)
+                events.append("end")
+                return work()
+
+            return Ref(ended)
+
+        def stop() -> Ref:
+            assert len(generator.pool.complete) >= 4
+            events.append("stop")
+            return stop_growing()
+
+        engine.grow_responses, engine.stop_growing = Namespace(remote=grow), Namespace(remote=stop)
+
+    for engine in generator.vllm_engines:
+        observe(engine)
+    replaced = dropped_after_stop = 0
+    for batch in rollouts(generator):
+        before, _, after = " ".join(events).partition("stop")
+        assert "grow" not in after
+        replaced += "end grow" in before
+        dropped_after_stop += "end" in after and batch.metrics["partial/dropped_filtered"]
+        events.clear()
+    assert replaced and dropped_after_stop
+
+
 @pytest.mark.parametrize("lag", [1, 3])
 def test_with_a_lag_every_rollout_is_trained_on_that_many_rollouts_later(directory, lag):
     generator = make_generator(directory, offpolicy__lag=lag, partial__token_budget=None)
