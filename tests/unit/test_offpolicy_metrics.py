@@ -86,6 +86,7 @@ def expected_metrics(token_list, lower, upper) -> dict[str, float]:
 
 @given(stale_tokens(), lowers, uppers, st.booleans())
 @example(OF_EVERY_KIND, 0.8, 1.2, True)
+@example([(0.5, -1.0, 1.0, 0, 0), (1.5, 1.0, 1.0, 0, 0)], 0.8, 1.2, True)  # one of each sign
 def test_agrees_with_a_plain_loop_over_the_tokens(token_list, lower, upper, bounds_are_tensors):
     bounds = [torch.tensor(bound, dtype=torch.float64) if bounds_are_tensors else bound for bound in (lower, upper)]
     found = metrics_of(token_list, *bounds)
