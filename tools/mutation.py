@@ -50,7 +50,12 @@ TESTS = {
     ],
     "command/flags.py": ["test_flags.py", "test_tokens.py"],
     "command/loss_flags.py": ["test_flags.py"],
-    "openrlhf/policy_loss.py": ["test_policy_loss.py", "test_clip_rules.py", "test_update_scope.py"],
+    "openrlhf/policy_loss.py": [
+        "test_policy_loss.py",
+        "test_entropy_rule.py",
+        "test_clip_rules.py",
+        "test_update_scope.py",
+    ],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/actor_trainer.py": [
         "test_off_policy_actor.py",

@@ -35,7 +35,7 @@ def trained_tokens(min_size=0, max_size=40):
 OF_EVERY_KIND = [
     (log_prob, ratio, advantage * (1 - log_prob), ratio * kept, weight)  # the covariance is not 0
     for log_prob, ratio, advantage, kept, weight in product(
-        (-9.0, -1.5, -0.75, -0.7, -0.65, -0.2, -1e-5, 0.0), (0.7, 1.0, 1.4), (-2.0, 0.0, 0.5), (0, 1), (0.0, 0.25)
+        (-2.5, -1.0, -0.75, -0.7, -0.65, -0.2, -1e-5, 0.0), (0.7, 1.0, 1.4), (-2.0, 0.0, 0.5), (0, 1), (0.0, 0.25)
     )
 ]
 

@@ -58,6 +58,7 @@ def test_the_bounds_are_a_decayed_average_of_what_the_search_finds(stream, confi
 
 @given(updates(), clip_configs(), half_lives)
 @example([[(1.0, -3.0, 1.0)], [(1.0, 1.0, 1.0)]], GRADIENT, 20.0)  # the second alone would stay at the start
+@example([[(1.0, -1.5, 1.0)], [(1.0, 1.0, 1.0)]], GRADIENT, 1.0)  # stay at the start, because the first weighs half
 def test_of_tally_they_are_what_the_search_finds_on_a_decayed_sum_of_tallies(stream, config, half_life):
     steady = SteadyBounds(config, SmoothingConfig(half_life, of="tally"))
     counted = [token_list for token_list in stream if not math.isnan(float(find(token_list, config).initial_share))]
