@@ -136,6 +136,8 @@ CORRECTIONS = [
 def test_the_share_weighs_tokens_by_their_weight_in_the_loss_with_every_correction(correction, token_weight):
     from openrlhf.models import PolicyLoss
 
+    from openrlhf_bapo.openrlhf.policy_loss import correction_weights
+
     batch = micro_batch(4, torch.float64)
     # At a ratio of 1 and an advantage of -1, the gradient of a sum over tokens is the token's weight.
     log_probs, action_mask = batch["old_log_probs"].clone().requires_grad_(), batch["action_mask"]
@@ -143,6 +145,9 @@ def test_the_share_weighs_tokens_by_their_weight_in_the_loss_with_every_correcti
     one = -torch.ones_like(log_probs)
     PolicyLoss(**correction)(log_probs, batch["old_log_probs"], one, **others)[0].backward()
     weight = log_probs.grad
+    denominators = batch["old_log_probs"], batch["rollout_log_probs"]
+    found = correction_weights(PolicyLoss(**correction), *denominators, action_mask) * action_mask
+    torch.testing.assert_close(found, weight, rtol=1e-12, atol=0)
     assert len(weight[action_mask].unique()) > 2 and (weight[action_mask] != 1).any()
     if token_weight == "rollout_prob":
         weight = weight * batch["rollout_log_probs"].exp()
