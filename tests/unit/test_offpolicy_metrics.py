@@ -103,6 +103,7 @@ def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
 
 
 @given(stale_tokens(), st.integers(0, 40), st.booleans(), st.booleans())
+@example([(1.0, 1.0, 1.0, 8, 5)], 0, True, False)
 def test_without_staleness_or_optimizer_steps_their_metrics_are_left_out(token_list, cut, staleness, steps):
     parts = []
     for some in (token_list[:cut], token_list[cut:]):

@@ -92,6 +92,7 @@ def test_the_second_moments_tally_of_many_tokens_is_the_sum_of_its_parts():
 
 @given(wide_tokens, st.sampled_from([0.001, 0.04, 0.5, 4.0]))
 @example([(math.exp(-3.0), -1.0, 1.0), (math.exp(2.0), 1.0, 1.0)], 4.0)
+@example([(math.exp(-3.0), -1.0, 1.0), (math.exp(1.5), 1.0, 1.0)], 4.0)  # between the two
 @example([(math.exp(-20.0), -1.0, 1.0), (math.exp(19.8), 1.0, 1.0)], 385.0)
 def test_the_second_moments_threshold_is_the_exact_one_to_a_thousandth(token_list, budget):
     found = float(solve_second_moment(tally_second_moment(*as_tensors(token_list)), budget))
