@@ -306,13 +306,19 @@ def draw(found: list[dict], file: Path) -> None:
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for variant in dict.fromkeys(case["variant"] for case in found):
         cases = [case for case in found if case["variant"] == variant]
         points = sorted(map(_point, cases))
         axes.loglog(*zip(*points, strict=True), marker="o", label=f"{variant}, slope {slope(cases):.2f}")
-    axes.set(xlabel="tokens of a step", ylabel="CPU seconds of the driver per step")
+    sizes = sorted({_point(case)[0] for case in found})
+    axes.set_xticks(sizes, [f"{size / 1e6:.2g}" for size in sizes])
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set(xlabel="million tokens of a step", ylabel="CPU seconds of the driver per step")
     axes.legend()
     figure.savefig(file, dpi=120)
 
