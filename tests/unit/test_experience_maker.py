@@ -260,9 +260,10 @@ def test_the_pool_has_the_settings_of_the_flags(tmp_path):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, dynamic):
+def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, monkeypatch, dynamic):
     flags = dict(train__dynamic_batch_enable=True, rollout__max_tokens_per_gpu=16) if dynamic else {}
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__strategy="oldest", **flags)
+    monkeypatch.delattr(type(maker), "_recompute_denominators")  # without a forward pass, which decoupled takes
     first = joined(maker.make_experience_batch(rollout(maker)))
     assert len(first) == 16  # nothing to replay yet: a group is not replayed beside itself
     metrics = maker.metrics()
@@ -480,15 +481,16 @@ def test_a_last_rollout_that_is_too_short_for_a_replayed_group_gets_none(tmp_pat
     assert maker.metrics()["replay/samples_dropped"] == 0
 
 
-def test_ranks_that_share_a_sequence_count_as_one(tmp_path):
+@pytest.mark.parametrize(("ratio", "ages"), [(1, [0, 1] * 16), (0.5, [0, 1, *[0, 0, 1] * 7, 0])])
+def test_ranks_that_share_a_sequence_count_as_one(tmp_path, ratio, ages):
     ring = dict(actor__num_gpus_per_node=2, ds__ring_attn_size=2, ds__packing_samples=True)
-    maker = make_maker(tmp_path, replay__ratio=1, **ring)
+    maker = make_maker(tmp_path, replay__ratio=ratio, **ring)
     (batch,) = maker.make_experience_batch(rollout(maker))
     assert len(batch.sequences) == 16
     maker.count_version()
     (batch,) = maker.make_experience_batch(rollout(maker, version=maker.policy_version))
     # Fresh and replayed samples take turns, because upstream does not shuffle them here.
-    assert batch.staleness.amax(-1).tolist() == [0, 1] * 16
+    assert batch.staleness.amax(-1).tolist() == ages
 
 
 def test_all_ranks_get_the_same_number_of_samples_and_no_sample_is_lost_or_doubled(tmp_path):
