@@ -10,6 +10,8 @@ from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, without_ray  # noqa: F401
 
+from openrlhf_bapo.openrlhf.trainer import _restoring_num_prompts_async
+
 NUM_PROMPTS = 50
 
 
@@ -127,3 +129,17 @@ def test_every_call_of_every_response_has_its_own_seed_which_is_always_the_same(
         asyncio.run(call(name))
     assert seeds[8:10] == seeds[:2] and seeds[10:] == [None, None]
     assert len(set(seeds[:8])) == 8 and all(0 <= seed < 2**63 for seed in seeds[:8])
+
+
+def test_a_resumed_async_run_continues_the_numbers_of_its_prompts():
+    from openrlhf.trainer import ppo_trainer_async
+
+    generator_actor = ppo_trainer_async.GenerateSamplesActor.__ray_metadata__.modified_class
+    numbers, actor = [], Namespace(samples_generator=Namespace(num_prompts=0))
+
+    def fit(self, episode: int, total_consumed_prompts: int) -> None:
+        numbers.append((episode, self.samples_generator.num_prompts))
+
+    _restoring_num_prompts_async(fit)(actor, 1, 37)
+    assert numbers == [(1, 37)]
+    assert hasattr(generator_actor.fit.__wrapped__, "__wrapped__")  # by this, and for rollouts that fail
