@@ -134,12 +134,16 @@ def test_every_call_of_every_response_has_its_own_seed_which_is_always_the_same(
 def test_a_resumed_async_run_continues_the_numbers_of_its_prompts():
     from openrlhf.trainer import ppo_trainer_async
 
-    generator_actor = ppo_trainer_async.GenerateSamplesActor.__ray_metadata__.modified_class
     numbers, actor = [], Namespace(samples_generator=Namespace(num_prompts=0))
 
     def fit(self, episode: int, total_consumed_prompts: int) -> None:
         numbers.append((episode, self.samples_generator.num_prompts))
 
-    _restoring_num_prompts_async(fit)(actor, 1, 37)
+    restoring = _restoring_num_prompts_async(fit)
+    restoring(actor, 1, 37)
     assert numbers == [(1, 37)]
-    assert hasattr(generator_actor.fit.__wrapped__, "__wrapped__")  # by this, and for rollouts that fail
+    method, codes = ppo_trainer_async.GenerateSamplesActor.__ray_metadata__.modified_class.fit, []
+    while method:
+        codes.append(method.__code__)
+        method = getattr(method, "__wrapped__", None)
+    assert restoring.__code__ in codes
