@@ -112,9 +112,9 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """
         if gamma != 1:
             return super().get_cumulative_returns(rewards, action_mask, gamma)
-        # The loop adds in at least float32, and so does numpy. torch.cumsum would add in float64.
+        # The loop adds to 0.0, which makes -0.0 to 0.0, in at least float32. torch.cumsum would add in float64.
         dtype = torch.promote_types(rewards.dtype, torch.float32)
-        backwards = (action_mask * rewards).to(dtype).flip(-1).numpy()
+        backwards = (0.0 + action_mask * rewards).to(dtype).flip(-1).numpy()
         return torch.from_numpy(backwards.cumsum(-1)).flip(-1).to(rewards.dtype)
 
     @torch.no_grad()

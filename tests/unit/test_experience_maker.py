@@ -240,7 +240,9 @@ def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_pat
     }
     assert torch.equal(maker.get_cumulative_returns(rewards, mask, 0.9), upstream[0.9])
     monkeypatch.delattr(RemoteExperienceMaker, "get_cumulative_returns")  # the loop takes minutes on long responses
-    assert torch.equal(maker.get_cumulative_returns(rewards, mask, 1.0), upstream[1.0])
+    found = maker.get_cumulative_returns(rewards, mask, 1.0)
+    assert found.dtype == dtype
+    assert torch.equal(found.contiguous().view(torch.uint8), upstream[1.0].view(torch.uint8))  # also -0.0
 
 
 # ---- replay ----
