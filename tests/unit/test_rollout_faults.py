@@ -1,0 +1,89 @@
+"""When a rollout fails, the last step is saved unless it is saved already. If an engine is dead, the run just ends."""
+
+import math
+from argparse import Namespace
+from queue import Queue
+
+import pytest
+from ray.exceptions import RayActorError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_bapo.openrlhf.rollout_faults import save_when_a_rollout_fails, save_when_an_async_rollout_fails
+
+
+def make_trainer(rollout):
+    """Return a sync trainer that saves every second step and notes its settings at each save."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            logger, partial = Namespace(logging_steps=1), Namespace(token_budget=0)
+            self.args = Namespace(ckpt=Namespace(save_steps=2), logger=logger, partial=partial)
+            self.samples_generator, self.saves = Namespace(generate_samples=rollout), []
+
+        def init_checkpoint_states(self) -> dict:
+            return {"episode": 0}
+
+        def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None) -> None:
+            self.saves.append((global_step, self.args.ckpt.save_steps, self.args.logger.logging_steps, client_states))
+
+    save_when_a_rollout_fails(Trainer)
+    trainer = Trainer()
+    trainer.init_checkpoint_states()
+    return trainer
+
+
+def fail(**_):
+    raise ValueError("no reward")
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_the_last_step_is_saved_once_and_logged_once(step):
+    trainer, states = make_trainer(fail), {"episode": 0, "global_step": step}
+    trainer.save_logs_and_checkpoints(step, {}, states)
+    with pytest.raises(ValueError, match="no reward"):
+        trainer.samples_generator.generate_samples()
+    again = [(step, 1, math.inf, states)] if step % 2 else []  # with these settings OpenRLHF saves, and logs nothing
+    assert trainer.saves == [(step, 2, 1, states), *again]
+
+
+def make_generator(error):
+    """Return an async generator whose rollouts fail with an error, or succeed without one."""
+
+    class Generator:
+        def __init__(self) -> None:
+            self.rollout_queue, self.rollout_slots = Queue(), Queue()
+
+        def fit(self) -> None:
+            if error:
+                raise error
+
+    class Trainer:
+        fit = save_logs_and_checkpoints = Generator.fit
+
+    save_when_an_async_rollout_fails(Trainer, Generator)
+    return Generator()
+
+
+@pytest.mark.parametrize("error", [RayActorError(), EngineDeadError()], ids=lambda error: type(error).__name__)
+def test_a_dead_engine_ends_an_async_run_at_once(error):
+    generator = make_generator(error)
+    generator.rollout_slots.put("saved")  # should it wait all the same
+    with pytest.raises(type(error)):
+        generator.fit()
+    assert generator.rollout_queue.empty()
+
+
+def test_an_async_run_waits_until_the_trainer_has_saved_and_then_ends_with_the_rollouts_error():
+    generator = make_generator(ValueError("no reward"))
+    for slot in (0, 1, "saved", "left"):
+        generator.rollout_slots.put(slot)
+    with pytest.raises(ValueError, match="no reward"):
+        generator.fit()
+    assert list(generator.rollout_queue.queue) == ["done", False]
+    assert list(generator.rollout_slots.queue) == ["left"]
+
+
+def test_an_async_run_whose_rollouts_succeed_tells_the_trainer():
+    generator = make_generator(None)
+    generator.fit()
+    assert list(generator.rollout_queue.queue) == [True]
