@@ -483,6 +483,15 @@ def test_a_last_rollout_that_is_too_short_for_a_replayed_group_gets_none(tmp_pat
     assert maker.metrics()["replay/samples_dropped"] == 0
 
 
+def test_all_available_groups_are_replayed_if_no_number_of_them_fills_whole_steps(tmp_path):
+    class Pool(list):
+        def sample(self, *_) -> list:
+            return []
+
+    maker = make_maker(tmp_path, replay__ratio=1, rollout__batch_size=3, train__batch_size=12)  # steps of 3 groups
+    assert [maker._num_replayed(Pool([None]), num_fresh) for num_fresh in (2, 3, 4)] == [1, 0, 1]
+
+
 @pytest.mark.parametrize(("ratio", "ages"), [(1, [0, 1] * 16), (0.5, [0, 1, *[0, 0, 1] * 7, 0])])
 def test_ranks_that_share_a_sequence_count_as_one(tmp_path, ratio, ages):
     ring = dict(actor__num_gpus_per_node=2, ds__ring_attn_size=2, ds__packing_samples=True)
