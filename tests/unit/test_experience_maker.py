@@ -550,6 +550,17 @@ def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
 # ---- checkpoints ----
 
 
+def test_only_a_kl_loss_with_a_coefficient_makes_a_saved_pool_another(tmp_path):
+    from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
+
+    def fingerprint(**flags) -> dict[str, str]:
+        return _replay_fingerprint(make_maker(tmp_path, replay__ratio=1, **flags).args)
+
+    kl_loss = dict(algo__kl__use_loss=True, algo__kl__estimator="k3")
+    assert fingerprint() == fingerprint(**kl_loss, algo__kl__init_coef=0)
+    assert fingerprint() != fingerprint(**kl_loss, algo__kl__init_coef=0.01)
+
+
 def test_the_pools_are_written_before_openrlhfs_checkpoint_and_removed_with_it(tmp_path):
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, remove_pruned
     from openrlhf_bapo.openrlhf.trainer import _save_pools_first
