@@ -41,14 +41,15 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights
 
 def test_async_ppo_takes_its_ratios_against_the_weights_that_generated_each_token_and_says_so(directory):
     given = dict(policy_loss="ppo", replay__ratio=None, replay__max_staleness=None, replay__max_reuse=None)
-    flags = replay.flags(directory, **replay.ASYNC | given | dict(data__max_samples=96))
+    given |= dict(data__max_samples=96, rollout__temperature=0.7)  # engine and actor have to divide the logits alike
+    flags = replay.flags(directory, **replay.ASYNC | given)
     flags += ["--actor.eps_clip_low_high", "0.5", "0.2"]
     recorder = recordings.environment(directory / "recording")
     output = pipeline.train(directory, flags, "ppo", **recorder)
     assert output.count("--train.async_enable: the ratio is against the engine's log-probs") == 1
     steps, batch = pipeline.steps(output), recordings.trained_on(directory / "recording")
     assert len(steps) == 6 and max(step["offpolicy/staleness_max"] for step in steps) > 0
-    policies = recordings.Policies(directory / "model", directory / "recording")
+    policies = recordings.Policies(directory / "model", directory / "recording", temperature=0.7)
     recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
 
 

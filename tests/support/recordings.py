@@ -48,11 +48,13 @@ class Policies:
     Args:
         model: the model of version 0.
         folders: recordings; if two have weights of the same version, those of the later one count.
+        temperature: the rollouts' temperature, which divides the logits.
     """
 
-    def __init__(self, model: Path, *folders: Path) -> None:
+    def __init__(self, model: Path, *folders: Path, temperature: float = 1.0) -> None:
         from transformers import AutoModelForCausalLM
 
+        self._temperature = temperature
         torch.set_num_threads(1)  # with small tensors a second thread only waits for busy cores
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._weights = {0: {name: weight.clone() for name, weight in self._model.state_dict().items()}}
@@ -82,7 +84,7 @@ class Policies:
             if sampled:
                 first = mask[rows] & (mask[rows].cumsum(-1) == 1)
                 logits[..., pipeline.EOS] = logits[..., pipeline.EOS].masked_fill(first, -torch.inf)
-            log_probs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None]).squeeze(-1)
+            log_probs = (logits / self._temperature).log_softmax(-1).gather(-1, sequences[:, 1:, None]).squeeze(-1)
             found[rows] = torch.where(chosen[rows], log_probs, found[rows])
         return found
 
