@@ -6,6 +6,7 @@ tests/integration/test_lag.py has files from the real pipeline.
 import csv
 import math
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -453,3 +454,12 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
     assert f"{file}: has no column ratio, entropy;" in refused(tmp_path / "a")
     file.write_bytes(b"no parquet")
     assert f"{file}: cannot be read as Parquet (" in refused(tmp_path / "a")
+
+
+def test_every_step_draws_its_sample_with_another_seed():
+    def seed(global_step: int) -> int:
+        parts = dict(actor=torch.nn.Identity(), actor_loss_fn=torch.nn.Identity())
+        trainer = Namespace(args=Namespace(train=Namespace(seed=7)), global_step=global_step, **parts)
+        return token_dump.TokenDump(trainer)._sample._generator.initial_seed()
+
+    assert seed(3) == seed(3) != seed(4)
