@@ -46,7 +46,8 @@ done
 
 export RAY_ADDRESS=$address:$PORT
 started=$SECONDS
-until [ "$(.venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))' 2>/dev/null)" = "$NUM_NODES" ]; do
+# Ray waits without end for a head that has died.
+until [ "$(timeout 60 .venv/bin/python -c 'import ray; ray.init(log_to_driver=False); print(len(ray.nodes()))' 2>/dev/null)" = "$NUM_NODES" ]; do
   for number in "${!starts[@]}"; do
     if ! kill -0 "${starts[$number]}" 2>/dev/null; then
       echo "Ray has not started on ${nodes[$number]}; its output is above" >&2

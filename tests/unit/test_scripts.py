@@ -279,6 +279,23 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
     assert error == f"the job goes on; this ends it at once: {stop}\n"
 
 
+def on_slurm(tree, python: str = "echo 2", **programs: str) -> subprocess.CompletedProcess:
+    """Run a recipe under Slurm on two nodes; `python` prints the nodes in Ray, `programs` replace the system's."""
+    programs |= {
+        "scontrol": "echo node1; echo node2",
+        "srun": 'while [[ $1 = --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done; "$@"',
+        "sleep": "",
+    }
+    for name, text in programs.items():
+        tree.make(tree.folder / "programs" / name, f"#!/usr/bin/env bash\n{text}\n")
+    tree.make(tree.folder / ".venv/bin/python", f"#!/usr/bin/env bash\n{python}\n")
+    tree.make(tree.folder / "scripts/setup.sh", "")
+    tree.make(tree.folder / "recipe.sh", "echo at $RAY_ADDRESS\n")
+    path = f"{tree.folder / 'programs'}:{os.environ['PATH']}"
+    jobs = dict(SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n")
+    return tree.run("train_bapo_slurm.sh", PATH=path, RECIPE="recipe.sh", **jobs)[0]
+
+
 @pytest.mark.parametrize(
     ("of_the_name", "others", "address"),
     [
@@ -288,25 +305,19 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
     ],
 )
 def test_on_slurm_rays_head_listens_at_an_ipv4_address_that_other_nodes_reach(tree, of_the_name, others, address):
-    programs = {
-        "scontrol": "echo node1; echo node2",
-        "srun": 'while [[ $1 = --* ]]; do case $1 in --overlap) shift ;; *) shift 2 ;; esac; done; "$@"',
-        "hostname": f'if [ "$1" = --ip-address ]; then echo {of_the_name}; else echo {others}; fi',
-        "sleep": "",
-    }
-    for name, text in programs.items():
-        tree.make(tree.folder / "programs" / name, f"#!/usr/bin/env bash\n{text}\n")
-    tree.make(tree.folder / ".venv/bin/python", "#!/usr/bin/env bash\necho 2\n")  # nodes
-    tree.make(tree.folder / "scripts/setup.sh", "")
-    tree.make(tree.folder / "recipe.sh", "echo at $RAY_ADDRESS\n")
-    path = f"{tree.folder / 'programs'}:{os.environ['PATH']}"
-    run, _ = tree.run(
-        "train_bapo_slurm.sh", PATH=path, RECIPE="recipe.sh", SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n"
-    )
+    hostname = f'if [ "$1" = --ip-address ]; then echo {of_the_name}; else echo {others}; fi'
+    run = on_slurm(tree, hostname=hostname)
     if address:
         assert run.stdout == f"at {address}:6379\n"
     else:
         assert run.returncode == 1 and run.stderr.startswith("node1: no IPv4 address") and not run.stdout
+
+
+def test_on_slurm_a_head_that_has_died_is_named_although_ray_would_wait_for_it(tree):
+    tree.make(tree.folder / ".venv/bin/ray", "#!/usr/bin/env bash\nexit 1\n")
+    soon = f'exec {shutil.which("timeout")} 2 "${{@:2}}"'
+    run = on_slurm(tree, python=f"{shutil.which('sleep')} 30; echo 2", timeout=soon, hostname="echo 10.0.0.1")
+    assert run.returncode == 1 and "Ray has not started on node1; its output is above" in run.stderr
 
 
 def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
