@@ -100,7 +100,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         return experiences
 
     def get_cumulative_returns(self, rewards: torch.Tensor, action_mask: torch.Tensor, gamma: float) -> torch.Tensor:
-        """Return upstream's returns, bit for bit. Without discount, upstream's Python loop over the tokens is left out.
+        """Return upstream's returns, bit for bit. Without a discount, this needs no Python loop over the tokens.
 
         Args:
             rewards: [batch, actions], on the CPU.
@@ -112,7 +112,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         """
         if gamma != 1:
             return super().get_cumulative_returns(rewards, action_mask, gamma)
-        # The loop adds to 0.0, which makes -0.0 to 0.0, in at least float32. torch.cumsum would add in float64.
+        # Upstream adds to 0.0, which turns -0.0 into 0.0, in at least float32. torch.cumsum would add in float64.
         dtype = torch.promote_types(rewards.dtype, torch.float32)
         backwards = (0.0 + action_mask * rewards).to(dtype).flip(-1).numpy()
         return torch.from_numpy(backwards.cumsum(-1)).flip(-1).to(rewards.dtype)
@@ -121,7 +121,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Make upstream's experience. With replay, add the replayed groups.
 
-        With replay, the batches are one per rank, or with dynamic batches one per sample.
+        With replay, return one batch per rank, or with dynamic batches one per sample.
         """
         if isinstance(rollout_samples, RolloutSamples):
             self.unfinished, self.buffer = rollout_samples.unfinished, rollout_samples.buffer
