@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -274,6 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"of {', '.join(TESTS)}; default: all")
     parser.add_argument("--results", type=Path, required=True, help="a JSON line a mutant is added here")
+    parser.add_argument("--sample", type=int, help="number of mutants per module, drawn at random; default: all")
     parser.add_argument("--survivors-of", type=Path, help="run only the mutants that survived according to this file")
     args = parser.parse_args()
     results, again = args.results.resolve(), None
@@ -290,7 +292,10 @@ def main() -> None:
         assert run_tests(TESTS[module], 900, log) == "survived", log.read_text()[-5000:]
         limit = 3 * (time.monotonic() - start) + 20
         rows = []
-        for line, change, mutated in mutants(source):
+        planted = mutants(source)
+        if args.sample is not None and args.sample < len(planted):
+            planted = random.Random(0).sample(planted, args.sample)  # the same ones for the same code
+        for line, change, mutated in planted:
             if again is not None and (module, change) not in again:
                 continue
             path.write_text(mutated)
@@ -307,7 +312,7 @@ def main() -> None:
             num_changing -= bool(is_equivalent)
             note = "NOT NAMED in tools/mutation_survivors.md" if is_equivalent is None else "named"
             print(f"  openrlhf_bapo/{module}:{row['line']}: {row['change']}  [{note}]")
-        print(f"{module}: {len(rows)} mutants, {num_changing} change behaviour, {num_killed} killed", flush=True)
+        print(f"{module}: {len(rows)} mutants, {num_changing} change behavior, {num_killed} killed", flush=True)
 
 
 if __name__ == "__main__":
