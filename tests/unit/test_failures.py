@@ -87,6 +87,10 @@ ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir":
             "a Ray actor cannot be reached (RpcError: reset by peer): it died, or its node died or was cut off",
         ),
         (EngineDeadError(), "a rollout engine (vLLM's EngineCore) died; killed from outside"),
+        (
+            ActorDiedError(RayTaskError("__init__", "Traceback ...\nOSError: no such model", OSError("no such model"))),
+            "a Ray actor, or its node's raylet, did not start: OSError: no such model",
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -117,7 +121,8 @@ def test_a_run_with_a_checkpoint_says_how_it_continues_and_that_a_quickstart_doe
     assert saved.endswith("a recipe other than the quickstart continues when it is run again")
 
 
-def test_a_full_disk_is_named_even_if_the_exception_does_not(tmp_path):
-    args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": str(tmp_path)}  # /proc never has space
+def test_a_full_disk_is_named_once_even_if_the_exception_does_not_name_it():
+    # /proc never has space; both folders are on it, and it is named once.
+    args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": "/proc/nowhere/model"}
     ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
     assert ended == "the run has ended: RuntimeError: iostream error; the disk of /proc is full (0 bytes free)"
