@@ -509,6 +509,22 @@ def test_a_resume_that_would_lose_unfinished_responses_is_refused_in_one_line(di
     pipeline.parse([*budget, "--rollout.n_samples_per_prompt", "6", "--partial.discard_saved"])
 
 
+def test_a_resume_with_another_lag_is_refused_in_one_line(directory, capsys):
+    generator = make_generator(directory, offpolicy__lag=2, partial__token_budget=None)
+    generator.generate_samples(**GENERATE)
+    flags = saved_beside_a_checkpoint(directory, generator, {"policy_version": 1, "version_offset": 0})
+    pipeline.parse([*flags, "--offpolicy.lag", "2"])
+    for given, said in {
+        (): "prompts with responses that were not trained on; give --offpolicy.lag 2, or pass",
+        ("--offpolicy.lag", "3"): "--offpolicy.lag '2', but this run has --offpolicy.lag '3'",
+        ("--partial.token_budget", "5"): "--offpolicy.lag '2', but this run has ",
+    }.items():
+        with pytest.raises(SystemExit) as exit_:
+            pipeline.parse([*flags, *given])
+        assert exit_.value.code == 2
+        assert said in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def test_without_a_budget_there_is_no_pool(directory):
     from openrlhf_bapo.openrlhf.samples_generator import VersionedSamplesGenerator
 
