@@ -308,10 +308,13 @@ def test_a_replayed_sample_is_unchanged_except_for_its_age(tmp_path):
         sample.versions = 5 * sample.action_mask.int()
         sample.rewards = sample.scores = sample.info["reward"]
         sample.truncated = torch.tensor([False])
+        sample.staleness = sample.optimizer_steps = torch.zeros(sample.action_mask.shape, dtype=torch.int)
     made = joined(made)
     maker = make_maker(tmp_path, replay__ratio=1)
     publish(maker, 8)
-    back = [maker._from_pool(sample) for sample in _to_group(made, 5).samples]
+    kept = _to_group(made, 5).samples
+    assert all(not {"staleness", "optimizer_steps"} & sample.keys() for sample in kept)  # they would only take memory
+    back = [maker._from_pool(sample) for sample in kept]
     for before, after in zip(made, back, strict=True):
         assert torch.equal(after.staleness, 3 * before.action_mask)
         assert torch.equal(after.optimizer_steps, (6 + 7 + 8) * before.action_mask)
@@ -647,6 +650,19 @@ def test_a_checkpoint_that_lacks_a_ranks_file_is_not_resumed_and_the_end_says_so
     )
 
 
+@pytest.mark.parametrize("latest", ["global_step4", "best_global_step4"])
+def test_of_two_checkpoints_of_a_step_the_one_that_openrlhf_calls_latest_is_resumed(tmp_path, latest):
+    from openrlhf_bapo.command.arguments import parse
+
+    for tag in ("global_step4", "best_global_step4"):
+        (tmp_path / "ckpt/_actor" / tag).mkdir(parents=True)
+        (tmp_path / "ckpt/_actor" / tag / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "ckpt/_actor/latest").write_text(latest)
+    pipeline.make_model(tmp_path)
+    argv = pipeline.flags(tmp_path, ckpt__path=tmp_path / "ckpt", ckpt__load_enable=True)
+    assert parse(argv).ckpt.resume_from == latest
+
+
 def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_says_so(tmp_path, capsys):
     from openrlhf_bapo.command.arguments import parse
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
@@ -682,6 +698,13 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     (path / "_replay/global_step4/groups.safetensors").write_text("")
     tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
     assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
+    for group in ("_actor", "_critic"):  # both are damaged, and the line is about the newest
+        for step in (4, 6):
+            (path / group / f"global_step{step}").mkdir(exist_ok=True)
+            (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+        (path / group / "latest").write_text("global_step6")
+    tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
+    assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
     shutil.rmtree(path / "_replay")
     with pytest.raises(SystemExit) as exit_:
         parse(argv)

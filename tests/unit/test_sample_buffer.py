@@ -118,6 +118,13 @@ def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, nu
         assert resumed(trainer)["episode"] == has_ended == state["_iterator_finished"]
 
 
+def test_an_episode_goes_on_after_the_end_of_its_data_while_its_samples_wait(resume):
+    resumed = _resuming_after_the_data(lambda _: {"episode": 0, "data_loader_state_dict": {"_iterator_finished": True}})
+    for flags, episode in (([], 0), (["--partial.discard_saved"], 1)):
+        trainer = Namespace(args=pipeline.parse([*resume, *flags]), experience_maker=Namespace(pool=None))
+        assert resumed(trainer)["episode"] == episode
+
+
 def test_a_resume_that_would_lose_samples_that_wait_is_refused_in_one_line(resume, capsys, tmp_path):
     def refusal(*flags: str) -> str:
         with pytest.raises(SystemExit) as exit_:
