@@ -514,13 +514,13 @@ def test_a_resume_with_another_lag_is_refused_in_one_line(directory, capsys):
     generator.generate_samples(**GENERATE)
     flags = saved_beside_a_checkpoint(directory, generator, {"policy_version": 1, "version_offset": 0})
     pipeline.parse([*flags, "--offpolicy.lag", "2"])
-    for given, said in {
+    for other, said in {
         (): "prompts with responses that were not trained on; give --offpolicy.lag 2, or pass",
         ("--offpolicy.lag", "3"): "--offpolicy.lag '2', but this run has --offpolicy.lag '3'",
         ("--partial.token_budget", "5"): "--offpolicy.lag '2', but this run has ",
     }.items():
         with pytest.raises(SystemExit) as exit_:
-            pipeline.parse([*flags, *given])
+            pipeline.parse([*flags, *other])
         assert exit_.value.code == 2
         assert said in capsys.readouterr().err.strip().splitlines()[-1]
 

@@ -199,6 +199,15 @@ def test_patience_ends_with_the_servers_last_answer(serve, answer, reason, said)
     assert len(server.requests) > 1
 
 
+def test_patience_counts_from_the_first_failure_however_often_a_server_is_asked_again(monkeypatch):
+    from openrlhf_bapo.openrlhf import reward_calls
+
+    monkeypatch.setattr(reward_calls, "_LONGEST_PAUSE", 0.1)
+    executor = executor_of(f"http://127.0.0.1:{pipeline.free_port()}/get_reward", patience=1.0)
+    cause = asyncio.run(asyncio.wait_for(ask(executor), 60))["extra_logs"][FAILED_REWARD]
+    assert cause.endswith("; tried for 1 s")
+
+
 def test_without_patience_a_dead_server_is_asked_once():
     url = f"http://127.0.0.1:{pipeline.free_port()}/get_reward"
     cause = asyncio.run(ask(executor_of(url, patience=0.0)))["extra_logs"][FAILED_REWARD]
