@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo import trl as adapter
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
 from openrlhf_bapo.core.clip_config import SmoothingConfig
@@ -261,6 +262,24 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
     assert trainer.num_forwards == 2 * 6 * 4 + 1
 
 
+class Masking(Recording):
+    """Keeps the log-probs that TRL's off-policy mask compares the policy's with, and the mask."""
+
+    def get_off_policy_mask(self, **given):
+        mask = super().get_off_policy_mask(**given)
+        self.__dict__.setdefault("masks", []).append((given["sampling_per_token_logps"], mask))
+        return mask
+
+
+def test_with_weights_trls_off_policy_mask_still_compares_with_the_old_log_probs(directory):
+    trainer = Masking(**arguments(directory, off_policy_mask_threshold=1e-4, max_steps=2), bapo="topr")
+    trainer.train()
+    micro_batches = [inputs for window in trainer.windows.values() for inputs in window]
+    for inputs, (compared, _) in zip(micro_batches, trainer.masks, strict=True):
+        assert torch.equal(compared, inputs["old_per_token_logps"])
+    assert {bool(mask.all()) for _, mask in trainer.masks} == {True, False}
+
+
 def test_without_old_log_probs_every_ratio_is_one_and_there_is_no_forward_of_our_own(directory):
     trainer = trained(directory, num_iterations=1, steps_per_generation=4, max_steps=2)
     assert all("old_per_token_logps" not in inputs for window in trainer.windows.values() for inputs in window)
@@ -357,24 +376,30 @@ def train_rank(rank: int, directory, port: int, results) -> None:
     os.environ |= dict(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    trainer = trained(directory, max_steps=4)
+    saved = []
+    adapter.save_rule = lambda rule, folder: saved.append(folder.parent.name)
+    overrides = dict(output_dir=str(directory / "two"), save_strategy="steps", save_steps=3, save_only_model=False)
+    trainer = trained(directory, max_steps=4, **overrides)
     assert trainer.accelerator.num_processes == 2
-    logged = [entry["offpolicy/ess"] for entry in trainer.state.log_history if "offpolicy/ess" in entry]
-    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)], logged
+    names = ("offpolicy/ess", "entropy/predicted_change")
+    logged = [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
+    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)], logged, saved
 
 
 def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
     monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
     results = torch.multiprocessing.Manager().dict()
     torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
-    (bounds, first, logged), (others_bounds, second, _) = results[0], results[1]
+    (bounds, first, logged, saved), (others_bounds, second, others_logged, others_saved) = results[0], results[1]
     assert bounds == others_bounds and len(set(bounds)) > 1
+    assert logged == others_logged and all(change != 0 for _, change in logged[1:])
+    assert saved == ["checkpoint-3", "checkpoint-4"] and others_saved == []  # two would write the same files at once
     for number, parts in enumerate(zip(first, second, strict=True)):
         expected = find_clip_bounds(*(torch.cat(both) for both in zip(*parts, strict=True)), SEARCH)
         assert bounds[4 * number] == pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)
         ratio = torch.cat([part[0] for part in parts])
         ess = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
-        assert logged[number] == pytest.approx(ess, rel=1e-4)
+        assert logged[number][0] == pytest.approx(ess, rel=1e-4)
         alone = find_clip_bounds(*parts[0], SEARCH)
         assert number == 0 or alone.initial_share != expected.initial_share
 
