@@ -326,11 +326,12 @@ def test_a_resumed_engine_goes_on_with_the_rules_state_of_its_checkpoint(directo
     for policy_loss, name in (bounds, "bapo/clip_high"), (weights, "bapo/negative_weight"):
         saved = tmp_path / name
         unbroken = on_ranks(2, train, directory, batch, policy_loss, saved=saved)
-        resumed = on_ranks(2, train, directory, batch, policy_loss, saved=saved, first=2)
+        resumed = on_ranks(2, train, directory, batch, policy_loss, saved=saved, first=1)
         for before, after in zip(unbroken, resumed, strict=True):
-            (_, expected), (_, found) = before[2], after[0]
-            assert found[name] == expected[name] != before[0][1][name]
-            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+            for (_, expected), (_, found) in zip(before[1:-1], after[:-1], strict=True):
+                assert found[name] == pytest.approx(expected[name], rel=1e-6)
+                assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+            assert len({str(metrics[name]) for _, metrics in before[:-1]}) == NUM_STEPS
             for tensor, value in before[-1][0].items():
                 assert torch.allclose(after[-1][0][tensor], value, atol=1e-7)
 

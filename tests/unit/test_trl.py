@@ -367,6 +367,12 @@ def test_a_dual_clip_leaves_the_callers_config_as_it_was_for_a_second_trainer(di
         assert trainer.args.delta == 10.0 and given["args"].delta is None
 
 
+def test_a_dual_clip_that_would_bound_positive_tokens_is_refused(directory):
+    with pytest.raises(ValueError, match="dual_clip 2 is not allowed with BAPO"):
+        BapoGRPOTrainer(**arguments(directory), bapo=replace(SEARCH, ratio_upper_max=3, dual_clip=2))
+    BapoGRPOTrainer(**arguments(directory), bapo=replace(SEARCH, ratio_upper_max=3, dual_clip=3))
+
+
 def test_a_kl_term_by_ratios_is_refused_with_weights(directory):
     with pytest.raises(ValueError, match="use_bias_correction_kl True is not allowed"):
         BapoGRPOTrainer(**arguments(directory, beta=0.1, use_bias_correction_kl=True), bapo="topr")

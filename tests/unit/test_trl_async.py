@@ -25,7 +25,7 @@ from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.core.clip_bounds import tally_contributions
 from openrlhf_bapo.core.clip_config import SmoothingConfig
 from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
-from openrlhf_bapo.core.other_rules import DivergenceBounds, TaperedWeights
+from openrlhf_bapo.core.other_rules import BalancedWeights, DivergenceBounds, TaperedWeights
 from openrlhf_bapo.trl_async import BapoAsyncGRPOTrainer
 
 # TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.
@@ -249,6 +249,16 @@ def test_weights_by_sequence_weigh_the_tokens_of_their_sample(directory):
     tapered = torch.cat([product.expand(length) for product, length in zip(products, lengths, strict=True)])
     w = torch.where(advantages > 0, 1.0, tapered)
     assert_gradient(trainer.gradients[0], model, -(weight * w * advantages * new).sum() / 4)
+
+
+def test_a_step_without_positive_tokens_has_weights_of_zero_and_finite_metrics(directory):
+    samples = [replace(sample, advantage=-abs(sample.advantage)) for sample in make_samples(directory)]
+    trainer = Recording(**arguments(directory, samples, max_steps=1), bapo=BalancedWeights())
+    trainer.train()
+    assert all(gradient.abs().max() < 1e-30 for gradient in trainer.gradients[0].values())
+    (metrics,) = logged(trainer)
+    assert metrics["bapo/negative_weight"] == 0
+    assert [name for name, value in metrics.items() if isinstance(value, float) and not np.isfinite(value)] == []
 
 
 def test_steady_bounds_follow_the_steps_before_and_a_resumed_run_goes_on_with_them(directory, tmp_path):
