@@ -136,6 +136,7 @@ def test_a_resumed_actor_takes_the_samples_in_the_order_of_the_unbroken_one(tmp_
     steps = dict(ckpt__save_steps=1, train__batch_size=4, train__micro_batch_size=2)
     argv = pipeline.flags(directory, policy_loss="bapo", train__full_determinism_enable=True, **steps)
     (unbroken,) = pipeline.train_policy_actors(directory, argv, [samples], num_steps=2, save_after=1)
+    assert not (directory / "ckpt/_rule").exists()  # a search does not follow earlier updates
     sizes = [search["num_tokens"] for search in unbroken["searches"]]  # of each step's two updates
     assert len(sizes) == 4 and sizes[:2] != sizes[2:]  # the steps take the samples in different orders
     (resumed,) = pipeline.train_policy_actors(directory, [*argv, "--ckpt.load_enable"], [samples])

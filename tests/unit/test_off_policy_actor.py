@@ -193,6 +193,14 @@ def test_a_ratio_that_does_not_see_staleness_is_clipped_as_it_is_and_measured_ag
             assert status[f"{area}/clip_frac_{name}"] == pytest.approx(expected), area
 
 
+def test_a_ratio_that_sees_staleness_is_measured_as_it_is_even_if_the_engine_gives_log_probs_too(
+    directory, stale_update
+):
+    (result,) = one_update(directory, STALENESS, LOG_RATIOS, log_weights=LOG_WEIGHTS)
+    expected = {name: value for name, value in stale_update["status"].items() if name.startswith("offpolicy/")}
+    assert {name: result["status"][name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_token_without_a_finite_log_prob_of_the_engine_is_left_out_where_metrics_are_against_it(directory):
     log_weights = [math.nan, *LOG_WEIGHTS[1:]]
     (result,) = one_update(directory, STALENESS, LOG_RATIOS, log_weights=log_weights, **UNSEEN)

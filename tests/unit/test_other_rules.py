@@ -266,9 +266,10 @@ def test_the_balance_has_its_target_share_wherever_it_scales_negative_tokens_dow
     assert bounds_metrics([update])["bapo/negative_weight"] == scale
 
 
-@given(st.lists(st.integers(0, 10_000), min_size=2, max_size=5))
-def test_the_balance_with_a_half_life_scales_by_the_updates_before(seeds):
-    rule, keep = BalancedWeights(0.7, half_life=3.0), 0.5 ** (1 / 3)
+@pytest.mark.parametrize("half_life", [0.5, 3.0])
+@given(seeds=st.lists(st.integers(0, 10_000), min_size=2, max_size=5))
+def test_the_balance_with_a_half_life_scales_by_the_updates_before(half_life, seeds):
+    rule, keep = BalancedWeights(0.7, half_life=half_life), 0.5 ** (1 / half_life)
     positive = negative = 0.0
     scale = 1.0  # of the first update
     assert not rule.needs_tally_first
@@ -328,6 +329,7 @@ def test_rules_give_responses_the_same_weights_however_an_update_is_split(make, 
         (BalancedWeights, dict(level="response"), "level 'response' is not allowed.*token.*sequence"),
         (TaperedWeights, dict(level="response"), "level 'response' is not allowed.*token.*sequence"),
         (DivergenceBounds, dict(threshold=0.0), r"threshold 0.0 is not allowed; it must lie in \(0, 1\)"),
+        (DivergenceBounds, dict(threshold=1.0), "threshold 1.0 is not allowed"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_refused(make, settings, message):

@@ -298,6 +298,12 @@ def test_staleness_and_optimizer_steps_are_counted_from_the_version_of_each_samp
         assert entries[number]["offpolicy/token_frac/staleness_1"] == pytest.approx(lengths[0] / sum(lengths))
 
 
+def test_a_version_that_is_ahead_of_the_trainers_count_is_not_stale(directory):
+    samples = [replace(sample, model_version=100) for sample in make_samples(directory)]
+    (entry,) = logged(trained(directory, SEARCH, samples=samples, max_steps=1))
+    assert entry["offpolicy/staleness_mean"] == entry["offpolicy/staleness_max"] == 0
+
+
 def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory):
     trainer = trained(directory, SEARCH)
     for number, entry in enumerate(logged(trainer)):
