@@ -352,6 +352,29 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, bat
     assert any(not torch.equal(ranks[0][0][0][name], ranks[0][-1][0][name]) for name in ranks[0][0][0])
 
 
+def test_a_rules_weights_are_multiplied_by_verls_rollout_correction():
+    ((plain, corrected, correction),) = on_ranks(1, gradients_of_topr)
+    torch.testing.assert_close(corrected, correction * plain)
+    assert plain.abs().max() > 0
+
+
+def gradients_of_topr(rank) -> tuple[torch.Tensor, ...]:
+    """The loss's gradient for the log-probs without and with a correction, and the correction; all of one shape."""
+    policy_loss = BapoPolicyLossConfig(loss_mode="bapo", rule="topr")
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, clip_ratio_c=1e6
+    )
+    policy_loss.update.group = dist.group.WORLD
+    tokens, found = presets.make_updates()[0][0], []
+    correction = torch.linspace(0.5, 1.5, tokens["mask"].numel()).view(tokens["mask"].shape)
+    for weights in (None, correction):
+        log_probs = tokens["log_probs"].clone().requires_grad_()
+        arguments = tokens["old_log_probs"], log_probs, tokens["advantages"], tokens["mask"]
+        compute_policy_loss_bapo(*arguments, config=actor, rollout_is_weights=weights)[0].backward()
+        found.append(log_probs.grad)
+    return (*found, correction)
+
+
 def test_divergence_has_the_gradient_of_verls_own_dppo():
     found = []
     threshold = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)  # verl caps the ratio too
@@ -393,6 +416,7 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
             "policy_loss.rule 'topr' is allowed only without preset",
         ),
         (dict(loss_mode="bapo", rule="topr", search=SEARCH), "policy_loss.rule 'topr' is allowed only without preset"),
+        (dict(loss_mode="bapo", rule="topr", scope="update"), "policy_loss.rule 'topr' is allowed only without preset"),
         (
             dict(loss_mode="bapo", rule="topr", rule_settings=dict(budget=1.0)),
             "policy_loss.rule_settings 'budget' is unknown with rule topr; allowed: level",

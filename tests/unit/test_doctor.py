@@ -94,6 +94,11 @@ def test_entropy_that_grows_and_a_mismatch_that_grows_are_found_too():
     assert not mismatch.is_wrong and "3.6 times" in mismatch.text
 
 
+def test_what_is_beyond_its_limit_from_the_first_step_on_is_found_since_then():
+    (found,) = diagnose(run_of(offpolicy__updates_skipped=[1.0] * 40))
+    assert (found.is_wrong, found.since) == (True, 1) and found.text.startswith("40 optimizer steps were skipped")
+
+
 def test_rewards_of_both_signs_have_no_fraction_of_their_best():
     rewards = [0.05] * 30 + [-0.02] * 10
     assert diagnose(run_of(rollout__reward_mean=rewards)) == []
@@ -116,6 +121,8 @@ def test_wrong_findings_come_before_unusual_ones():
 def test_replayed_groups_that_expire_unread_and_a_search_that_waits_are_found():
     (found,) = diagnose(run_of(replay__groups_expired=[20.0] * 40))
     assert found.text == "800 groups expired in the pool, and 320 were replayed" and not found.is_wrong
+    few = dict(replay__groups_expired=[2.0] * 5, replay__groups_sampled=[0.0] * 5)
+    assert diagnose(run_of(5, **few)) == []  # ten groups say little
     (found,) = diagnose(run_of(timing__bapo_search=[0.2] * 40))
     assert found.text == "the search takes 20% of the training phase"
     run = run_of(timing__bapo_search=[0.2] * 40)
