@@ -25,7 +25,9 @@ import torch.distributed as dist
 from molt.models import PolicyLoss
 from molt.models.utils import masked_mean
 from molt.trainer.algorithm.experience import Experience
+from molt.trainer.fsdp.checkpoint import CheckpointManager
 from molt.trainer.workers import policy_actor
+from molt.utils.config import hierarchize
 from molt.utils.vlm_utils import merge_mm_train_inputs
 
 from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
@@ -33,6 +35,7 @@ from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.core.saved_pool import SavedStateError
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
@@ -272,6 +275,15 @@ def resolve_flags(values: dict) -> None:
     values |= {f"algo.advantage.is_correction_{name}": value for name, value in correction.items()}
 
 
+def _check_checkpoint(args: argparse.Namespace) -> None:
+    """Raise SavedStateError if `--ckpt.load_enable` resumes a checkpoint of another rule."""
+    nested = hierarchize(args)
+    if nested.ckpt.load_enable and (rule := clip_rule_from_args(nested)) is not None:
+        manager = CheckpointManager(argparse.Namespace(print=print))
+        if loaded := manager._resolve_ckpt_load_dir(os.path.join(nested.ckpt.path, "_actor")):
+            load_rule(rule, _saved_rule(loaded))
+
+
 def main() -> None:
     """Run `molt.cli.train_rl_ray`, whose parser then has our flags too."""
     upstream = argparse.ArgumentParser.parse_args
@@ -283,7 +295,8 @@ def main() -> None:
         args = upstream(parser)
         try:
             resolve_flags(vars(args))
-        except FlagError as error:
+            _check_checkpoint(args)
+        except (FlagError, SavedStateError) as error:
             exit_with_one_line(str(error))
         if args.policy_loss is not None:
             policy_actor.PolicyModelActor = ray.remote(num_gpus=1)(BapoPolicyModelActor)
