@@ -128,11 +128,14 @@ def _clashes_of_batches(args: Namespace) -> Iterator[str]:
         )
     if train.batch_size > num_samples:
         yield f"--train.batch_size {train.batch_size}: a rollout has only {num_samples} samples"
-    if not num_ranks or train.batch_size % (num_ranks * micro_batch_size):
-        yield (
-            f"--train.batch_size {train.batch_size}: must be a multiple of {num_ranks * micro_batch_size}, {per_rank}"
-            f"the {num_ranks} data-parallel ranks of --actor.num_gpus_per_node {args.actor.num_gpus_per_node}"
-        )
+    for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
+        model = getattr(args, name)
+        num = model.num_nodes * model.num_gpus_per_node // (ds.ring_attn_size * ds.tensor_parallel_size)
+        if not num or train.batch_size % (num * micro_batch_size):
+            yield (
+                f"--train.batch_size {train.batch_size}: must be a multiple of {num * micro_batch_size}, {per_rank}"
+                f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {model.num_gpus_per_node}"
+            )
     if has_clip_rule(args) and not train.dynamic_batch_enable and train.batch_size and num_samples % train.batch_size:
         yield (
             f"--train.batch_size {train.batch_size}: with --policy_loss {args.policy_loss} it must divide "

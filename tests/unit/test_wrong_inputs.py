@@ -213,6 +213,10 @@ COMMANDS = {
         dict(train__colocate_actor_ref=True, algo__kl__init_coef=0.1, ref__num_gpus_per_node=2),
         ["--ref.num_gpus_per_node 2", "the actor's 1 x 1"],
     ),
+    "a critic whose ranks do not divide the batch": (
+        dict(algo__advantage__estimator="gae", critic__num_gpus_per_node=3),
+        ["--train.batch_size 32: must be a multiple of 24", "the 3 data-parallel ranks of --critic.num_gpus"],
+    ),
     "a critic on more GPUs than all models share": (
         dict(train__colocate_all=True, algo__advantage__estimator="gae", critic__num_gpus_per_node=8),
         ["--critic.num_gpus_per_node 8: allowed with --train.colocate_all: up to the actor's 1 GPUs"],
