@@ -705,6 +705,13 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
         (path / group / "latest").write_text("global_step6")
     tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
     assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
+    save_pools(Namespace(experience_maker=maker, args=maker.args), "global_step4")  # whole again
+    shutil.rmtree(path / "_critic/global_step4")  # but without a critic
+    for group in ("_actor", "_critic"):
+        (path / group / "global_step6").mkdir(exist_ok=True)
+        (path / group / "global_step6" / "mp_rank_00_model_states.pt").touch()
+        (path / group / "latest").write_text("global_step6")
+    assert resumed()[0] == "global_step2"
     shutil.rmtree(path / "_replay")
     with pytest.raises(SystemExit) as exit_:
         parse(argv)
