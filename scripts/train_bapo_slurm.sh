@@ -10,7 +10,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.log
-#SBATCH --signal=B:TERM@600 # to this script, which writes a checkpoint; Ray must outlive it
+#SBATCH --signal=B:TERM@1800 # seconds for a whole training step and a checkpoint; to this script, because Ray must outlive it
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
