@@ -228,9 +228,7 @@ class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modifi
         """Build model and trainer; the rule goes on from the checkpoint that Molt loads."""
         policy_actor.PolicyTrainer, policy_actor.DataLoader = BapoPolicyTrainer, UpdateWindowLoader
         super().init_model_from_pretrained(strategy, *args, **kwargs)
-        saved, rule = os.path.join(strategy.args.ckpt.path, "_actor"), self.trainer.actor_loss_fn.rule
-        if strategy.args.ckpt.load_enable and (loaded := strategy.checkpoint._resolve_ckpt_load_dir(saved)):
-            load_rule(rule, _saved_rule(loaded))
+        _load_saved_rule(self.trainer.actor_loss_fn.rule, strategy.args, strategy.checkpoint)
 
     def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
         """Write the rule's state, and Molt's checkpoint around it."""
@@ -241,6 +239,17 @@ class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modifi
 
 def _saved_rule(*checkpoint: str) -> Path:
     return Path(*checkpoint, "clip_rule")
+
+
+def _load_saved_rule(rule: ClipRule, args: Any, checkpoints: CheckpointManager) -> None:
+    """Let the rule go on from the checkpoint that `--ckpt.load_enable` resumes, if it follows earlier steps.
+
+    Raises:
+        SavedStateError: if the state there is damaged, or of a rule with other settings.
+    """
+    if args.ckpt.load_enable and rule.follows_updates:
+        if loaded := checkpoints._resolve_ckpt_load_dir(os.path.join(args.ckpt.path, "_actor")):
+            load_rule(rule, _saved_rule(loaded))
 
 
 def resolve_flags(values: dict) -> None:
@@ -275,13 +284,12 @@ def resolve_flags(values: dict) -> None:
     values |= {f"algo.advantage.is_correction_{name}": value for name, value in correction.items()}
 
 
-def _check_checkpoint(args: argparse.Namespace) -> None:
-    """Raise SavedStateError if `--ckpt.load_enable` resumes a checkpoint of another rule."""
+def _check_saved_rule(args: argparse.Namespace) -> None:
+    """Load the rule's state as each actor will, so that a state that cannot be used ends the command before Ray."""
     nested = hierarchize(args)
-    if nested.ckpt.load_enable and (rule := clip_rule_from_args(nested)) is not None:
-        manager = CheckpointManager(argparse.Namespace(print=print))
-        if loaded := manager._resolve_ckpt_load_dir(os.path.join(nested.ckpt.path, "_actor")):
-            load_rule(rule, _saved_rule(loaded))
+    if (rule := clip_rule_from_args(nested)) is not None:
+        # The manager uses Molt's strategy only to print, as long as it looks for the checkpoint.
+        _load_saved_rule(rule, nested, CheckpointManager(argparse.Namespace(print=print)))
 
 
 def main() -> None:
@@ -295,7 +303,7 @@ def main() -> None:
         args = upstream(parser)
         try:
             resolve_flags(vars(args))
-            _check_checkpoint(args)
+            _check_saved_rule(args)
         except (FlagError, SavedStateError) as error:
             exit_with_one_line(str(error))
         if args.policy_loss is not None:

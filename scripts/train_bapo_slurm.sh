@@ -10,7 +10,9 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.log
-#SBATCH --signal=B:TERM@1800 # seconds for a whole training step and a checkpoint; to this script, because Ray must outlive it
+# SIGTERM this many seconds before the time limit, for a whole training step and a checkpoint. It goes to this script
+# (B:), because Ray must outlive it.
+#SBATCH --signal=B:TERM@1800
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 

@@ -278,6 +278,8 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="number of mutants per module, drawn at random; default: all")
     parser.add_argument("--survivors-of", type=Path, help="run only the mutants that survived according to this file")
     args = parser.parse_args()
+    if args.sample is not None and args.survivors_of:
+        parser.error("--sample: allowed only without --survivors-of")
     results, again = args.results.resolve(), None
     if args.survivors_of:
         rows = map(json.loads, args.survivors_of.read_text().splitlines())

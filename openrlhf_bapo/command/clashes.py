@@ -34,6 +34,12 @@ def num_actor_gpus(args: Namespace) -> int:
     return args.actor.num_nodes * args.actor.num_gpus_per_node
 
 
+def _num_ranks(args: Namespace, name: str) -> int:
+    """Count the data-parallel ranks of the actor or the critic."""
+    model = getattr(args, name)
+    return model.num_nodes * model.num_gpus_per_node // (args.ds.ring_attn_size * args.ds.tensor_parallel_size)
+
+
 def _missing(args: Namespace) -> Iterator[str]:
     if not args.actor.model_name_or_path:
         yield "--actor.model_name_or_path: is missing; allowed: a model's folder, or its name on the hub"
@@ -113,9 +119,10 @@ def _clashes_of_other_models(args: Namespace) -> Iterator[str]:
 
 
 def _clashes_of_batches(args: Namespace) -> Iterator[str]:
-    rollout, train, ds = args.rollout, args.train, args.ds
+    rollout, train = args.rollout, args.train
     num_samples = rollout.batch_size * rollout.n_samples_per_prompt
-    num_ranks = num_actor_gpus(args) // (ds.ring_attn_size * ds.tensor_parallel_size)
+    trained = ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",)
+    num_ranks = {name: _num_ranks(args, name) for name in trained}
     micro_batch_size, per_rank = 1, ""
     if not train.dynamic_batch_enable:
         micro_batch_size = train.micro_batch_size
@@ -128,23 +135,22 @@ def _clashes_of_batches(args: Namespace) -> Iterator[str]:
         )
     if train.batch_size > num_samples:
         yield f"--train.batch_size {train.batch_size}: a rollout has only {num_samples} samples"
-    for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
-        model = getattr(args, name)
-        num = model.num_nodes * model.num_gpus_per_node // (ds.ring_attn_size * ds.tensor_parallel_size)
+    for name, num in num_ranks.items():
         if not num or train.batch_size % (num * micro_batch_size):
             yield (
                 f"--train.batch_size {train.batch_size}: must be a multiple of {num * micro_batch_size}, {per_rank}"
-                f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {model.num_gpus_per_node}"
+                f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {getattr(args, name).num_gpus_per_node}"
             )
     if has_clip_rule(args) and not train.dynamic_batch_enable and train.batch_size and num_samples % train.batch_size:
         yield (
             f"--train.batch_size {train.batch_size}: with --policy_loss {args.policy_loss} it must divide "
             f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"
         )
-    if num_samples // rollout.micro_batch_size < num_ranks:
+    if num_samples // rollout.micro_batch_size < num_ranks["actor"]:
         yield (
-            f"--rollout.micro_batch_size {rollout.micro_batch_size}: leaves fewer than {num_ranks} micro-batches of a "
-            f"rollout's {num_samples} samples, one for each rank; allowed: up to {num_samples // num_ranks}"
+            f"--rollout.micro_batch_size {rollout.micro_batch_size}: leaves fewer than {num_ranks['actor']} "
+            f"micro-batches of a rollout's {num_samples} samples, one for each rank; allowed: up to "
+            f"{num_samples // num_ranks['actor']}"
         )
     if (rollout.vllm_generate_batch_size or 0) > rollout.batch_size and not train.async_enable:
         yield (

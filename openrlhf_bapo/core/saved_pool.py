@@ -70,6 +70,11 @@ def write_directory(path: str | os.PathLike, columns: dict[str, torch.Tensor], r
         shutil.rmtree(old)
 
 
+def has_saved_state(path: str | os.PathLike) -> bool:
+    """Say whether `read_directory` finds a state, also after an interrupted save."""
+    return Path(path).exists() or _beside(Path(path), ".old").exists()
+
+
 def read_directory(
     path: str | os.PathLike, format_version: int, fingerprint: dict[str, str], way_out: str
 ) -> tuple[dict[str, torch.Tensor], dict]:

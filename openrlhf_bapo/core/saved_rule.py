@@ -4,10 +4,9 @@ import inspect
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from openrlhf_bapo.core.clip_rules import ClipRule
-from openrlhf_bapo.core.saved_pool import read_directory, write_directory
+from openrlhf_bapo.core.saved_pool import has_saved_state, read_directory, write_directory
 
 _FORMAT_VERSION = 1
 
@@ -33,7 +32,7 @@ def load_rule(rule: ClipRule, directory: str | os.PathLike) -> None:
     """
     if not rule.follows_updates:
         return
-    if not Path(directory).exists():
+    if not has_saved_state(directory):
         print(
             f"openrlhf-bapo: {directory} is missing; the rule starts with its initial bounds or weights",
             file=sys.stderr,

@@ -26,7 +26,7 @@ from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.other_rules import default_settings
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool
-from openrlhf_bapo.core.saved_pool import SavedStateError, read_directory, write_directory
+from openrlhf_bapo.core.saved_pool import SavedStateError, has_saved_state, read_directory, write_directory
 from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
@@ -118,10 +118,8 @@ def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleB
     if not args.ckpt.load_enable or args.partial.discard_saved:
         return None
     directory = pool_directory(args.ckpt.path, "_buffer", tag)
-    if directory is None:
+    if directory is None or not has_saved_state(directory):
         return None
-    if not any(saved.exists() for saved in (directory, directory.with_name(f"{directory.name}.old"))):
-        return None  # NAME.old is left by an interrupted save
     buffer, state = SampleBuffer.load(directory, _groups_fingerprint(args))
     if args.partial.token_budget:
         flag = "--offpolicy.lag" if args.offpolicy.lag else "--partial.token_budget"

@@ -300,7 +300,7 @@ def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(
     assert [each["num_forwards"] for each in ranks[0][1]] == [NUM_SAMPLES // 2 // 2] * NUM_ROLLOUTS
 
 
-def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(directory, samples, tmp_path, capsys):
+def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(directory, samples, tmp_path):
     ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
     steady = SteadyBounds(CONFIG, SmoothingConfig(2.0))
     started = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
@@ -311,14 +311,23 @@ def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(director
     fresh = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1)
     assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, fresh)
 
-    parse([*ours, "--ckpt.load_enable", "--bapo.smoothing", "3"])  # the half-life may change
-    capsys.readouterr()
-    for given, said in {
+
+def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(directory, samples, tmp_path, capsys):
+    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
+    others = {
         ("--bapo.smoothing_of", "tally"): "'bounds', but this run has smoothing of 'tally'",
         ("--bapo.positive_contribution_target", "0.9"): "but this run has config ",
-    }.items():
+    }
+    for given in others:
+        parse([*ours, *given, "--ckpt.load_enable"])  # there is no checkpoint yet
+    on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+    parse([*ours, "--ckpt.load_enable", "--bapo.smoothing", "3"])  # the half-life may change
+    parse([*flags(directory), "--policy_loss", "topr", "--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
+    capsys.readouterr()
+    for given, said in others.items():
+        parse([*ours, *given])
         with pytest.raises(SystemExit) as exit_:
-            parse([*ours, "--ckpt.load_enable", *given])
+            parse([*ours, *given, "--ckpt.load_enable"])
         error = capsys.readouterr().err
         assert exit_.value.code == 2 and error.count("\n") == 1 and said in error, error
 

@@ -94,7 +94,7 @@ def test_entropy_that_grows_and_a_mismatch_that_grows_are_found_too():
     assert not mismatch.is_wrong and "3.6 times" in mismatch.text
 
 
-def test_what_is_beyond_its_limit_from_the_first_step_on_is_found_since_then():
+def test_a_figure_beyond_its_limit_from_the_first_step_on_is_found_since_step_1():
     (found,) = diagnose(run_of(offpolicy__updates_skipped=[1.0] * 40))
     assert (found.is_wrong, found.since) == (True, 1) and found.text.startswith("40 optimizer steps were skipped")
 

@@ -698,15 +698,16 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     (path / "_replay/global_step4/groups.safetensors").write_text("")
     tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
     assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
-    for group in ("_actor", "_critic"):  # both are damaged, and the line is about the newest
+    for group in ("_actor", "_critic"):  # the pools of 4 and 6 cannot be used, and the line is about that of 6
         for step in (4, 6):
             (path / group / f"global_step{step}").mkdir(exist_ok=True)
             (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
         (path / group / "latest").write_text("global_step6")
     tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
     assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
-    save_pools(Namespace(experience_maker=maker, args=maker.args), "global_step4")  # whole again
-    shutil.rmtree(path / "_critic/global_step4")  # but without a critic
+    # The pool of step 4 is whole again, but its critic is missing. The resume has removed what was newer.
+    save_pools(Namespace(experience_maker=maker, args=maker.args), "global_step4")
+    shutil.rmtree(path / "_critic/global_step4")
     for group in ("_actor", "_critic"):
         (path / group / "global_step6").mkdir(exist_ok=True)
         (path / group / "global_step6" / "mp_rank_00_model_states.pt").touch()

@@ -122,7 +122,7 @@ def test_a_run_with_a_checkpoint_says_how_it_continues_and_that_a_quickstart_doe
 
 
 def test_a_full_disk_is_named_once_even_if_the_exception_does_not_name_it():
-    # /proc never has space; both folders are on it, and it is named once.
+    # /proc never has space.
     args = ARGS | {"ckpt.path": "/proc/nowhere/ckpt", "ckpt.output_dir": "/proc/nowhere/model"}
     ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
     assert ended == "the run has ended: RuntimeError: iostream error; the disk of /proc is full (0 bytes free)"

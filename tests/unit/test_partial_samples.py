@@ -517,7 +517,7 @@ def test_a_resume_with_another_lag_is_refused_in_one_line(directory, capsys):
     for other, said in {
         (): "prompts with responses that were not trained on; give --offpolicy.lag 2, or pass",
         ("--offpolicy.lag", "3"): "--offpolicy.lag '2', but this run has --offpolicy.lag '3'",
-        ("--partial.token_budget", "5"): "--offpolicy.lag '2', but this run has ",
+        ("--partial.token_budget", "5"): "--offpolicy.lag '2', but this run has --offpolicy.lag None",
     }.items():
         with pytest.raises(SystemExit) as exit_:
             pipeline.parse([*flags, *other])

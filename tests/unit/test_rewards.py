@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 import threading
 import time
 
@@ -203,8 +204,10 @@ def test_patience_counts_from_the_first_failure_however_often_a_server_is_asked_
     from openrlhf_bapo.openrlhf import reward_calls
 
     monkeypatch.setattr(reward_calls, "_LONGEST_PAUSE", 0.1)
-    executor = executor_of(f"http://127.0.0.1:{pipeline.free_port()}/get_reward", patience=1.0)
-    cause = asyncio.run(asyncio.wait_for(ask(executor), 60))["extra_logs"][FAILED_REWARD]
+    with socket.socket() as nobody:  # has the port, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        executor = executor_of(f"http://127.0.0.1:{nobody.getsockname()[1]}/get_reward", patience=1.0)
+        cause = asyncio.run(asyncio.wait_for(ask(executor), 60))["extra_logs"][FAILED_REWARD]
     assert cause.endswith("; tried for 1 s")
 
 

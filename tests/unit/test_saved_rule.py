@@ -42,6 +42,15 @@ def test_a_loaded_rule_goes_on_as_the_saved_one_would_and_its_half_life_may_chan
     assert any(not torch.equal(value, follow(RULES[name](half_life), 3, 4)[-1][key]) for key, value in ours.items())
 
 
+def test_the_state_that_an_interrupted_save_left_is_loaded(tmp_path):
+    saved, loaded = RULES["bounds"](), RULES["bounds"]()
+    state = follow(saved, 1, 2)[-1]
+    save_rule(saved, tmp_path / "rule")
+    (tmp_path / "rule").rename(tmp_path / "rule.old")
+    load_rule(loaded, tmp_path / "rule")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
+
+
 def test_a_rule_that_follows_nothing_writes_and_reads_nothing(tmp_path):
     save_rule(SearchedBounds(CONFIG), tmp_path / "rule")
     load_rule(SearchedBounds(CONFIG), tmp_path / "rule")

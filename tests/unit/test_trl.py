@@ -265,9 +265,13 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
 class Masking(Recording):
     """Keeps the log-probs that TRL's off-policy mask compares the policy's with, and the mask."""
 
+    def __init__(self, *args, **kwargs) -> None:
+        self.masks = []
+        super().__init__(*args, **kwargs)
+
     def get_off_policy_mask(self, **given):
         mask = super().get_off_policy_mask(**given)
-        self.__dict__.setdefault("masks", []).append((given["sampling_per_token_logps"], mask))
+        self.masks.append((given["sampling_per_token_logps"], mask))
         return mask
 
 
@@ -384,7 +388,7 @@ def train_rank(rank: int, directory, port: int, results) -> None:
     )
     saved = []
     adapter.save_rule = lambda rule, folder: saved.append(folder.parent.name)
-    overrides = dict(output_dir=str(directory / "two"), save_strategy="steps", save_steps=3, save_only_model=False)
+    overrides = dict(output_dir=str(directory / "two"), save_strategy="steps", save_steps=3)
     trainer = trained(directory, max_steps=4, **overrides)
     assert trainer.accelerator.num_processes == 2
     names = ("offpolicy/ess", "entropy/predicted_change")
