@@ -30,7 +30,7 @@ MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
 MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens: the paper's validation (section 5.1); for other models than its 7B: ours
 SAMPLES=${SAMPLES:-16}                # responses per prompt (the authors' released example)
 PROMPTS=${PROMPTS:-128}               # prompts per rollout (ours)
-# The paper counts staleness in updates within one rollout (Algorithm 1, line 7): UPDATES x EPOCHS here.
+# The paper's staleness E is E + 1 rounds on one rollout (section 4.2, Algorithm 1): UPDATES x EPOCHS - 1 here.
 UPDATES=${UPDATES:-4}                 # optimizer steps per rollout and epoch (ours; the released example: 4)
 EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
 EPISODES=${EPISODES:-1}               # passes over the prompts (ours)

@@ -2,14 +2,14 @@
 #   grpo           OpenRLHF's own loss, clipped to [0.8, 1.2]
 #   clip_higher    the same, clipped to [0.8, 1.28] (DAPO, arXiv 2503.14476)
 #   static         the same, clipped to [1 - a, 1 + b] with CLIP_EPS="a b"; "0.2 0.5", the default, and "0.5 0.2" are
-#                  two pairs of the paper's Figure 7
+#                  two pairs of the paper's Figure 7 (section 4.1)
 #   stock          OpenRLHF as it comes, for stale data: [0.8, 1.2] around the policy that the training step starts from
 #   stock_is       the same with OpenRLHF's IS correction, as its default is: per token, 0 outside [0.5, 5]
-#   bapo           bounds recomputed for each update, with PRESET's settings and the paper's contributions
+#   bapo           the rule of PRESET: bounds searched in each update, or averaged with PRESET=steady
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
 #   m2, divergence, topr, balanced   rules of other methods, and ours (docs/algorithm.md)
 # All methods but stock and stock_is divide by the probability under the policy that generated the token. All log
-# bounds, positive share, clipped tokens and entropy.
+# positive share and entropy, and all but divergence, topr and balanced their bounds.
 METHOD=${METHOD:-bapo}
 ratio_base=auto
 case $METHOD in

@@ -13,7 +13,7 @@ STEPS=${STEPS:-60}            # global steps of 32 prompts x 8 samples; 100 step
 PROMPTS=${PROMPTS:-32}        # prompts per rollout; the partial quickstart has 16
 EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations
 MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-40}
-UPDATES=${UPDATES:-8}         # optimizer steps per rollout (256 samples) and epoch: 1, 2, 4, 8 or 16
+UPDATES=${UPDATES:-8}         # optimizer steps per 256 samples (a rollout of 32 prompts) and epoch: 1, 2, 4, 8 or 16
 EPOCHS=${EPOCHS:-1}           # passes over a rollout
 if [ "${METHOD:-bapo}" = bapo ]; then PRESET=${PRESET:-steady}; fi  # ours; paper and readme search in each update
 source scripts/method.sh

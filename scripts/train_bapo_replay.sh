@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart on stale data: each training step replays as many past prompt groups as it generates new ones, at most
-# four policy versions old. Further flags go to the training command, e.g. --train.async_enable.
+# four policy versions old. Further flags go to the training command, e.g. --replay.max_staleness 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -201,8 +201,8 @@ def _check_useless(values: dict, given: set[str]) -> None:
                 raise FlagError(f"--{name} {values[name]}: does nothing without --{switch}")
     for name, sources in _REWARD_SOURCES.items():
         if f"reward_fault.{name}" in given and not any(values[source] for source in sources):
-            value = values[f"reward_fault.{name}"]
-            raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without --reward.remote_url")
+            value, needed = values[f"reward_fault.{name}"], " or ".join(f"--{source}" for source in sources)
+            raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without {needed}")
     if values["eval.at_start"] and not values["eval.dataset"]:
         raise FlagError("--eval.at_start: does nothing without --eval.dataset")
 

@@ -71,8 +71,8 @@ def _add_bapo_flags(group: argparse._ArgumentGroup) -> None:
         "--bapo.token_weight",
         choices=TOKEN_WEIGHTS,
         default=None,
-        help="weight of a token in the search: none, or its probability under the rollout policy (as the paper prints "
-        "Eq. 8)",
+        help="weight of a token in the search: none, or its probability under the rollout policy (as section 4.2 of "
+        "the paper prints Eq. 8)",
     )
     group.add_argument(
         "--bapo.discard_saved",
@@ -153,7 +153,8 @@ def _add_partial_flags(group: argparse._ArgumentGroup) -> None:
         "--partial.on_stale",
         choices=ON_STALE,
         default=defaults.on_stale,
-        help="for a response that would become too old: drop its group, or finish the response early, as truncated "
+        help="for a response that would become too old, or exceed --partial.max_segments: drop its group, or finish "
+        "the response early, as truncated "
         f"(default: {defaults.on_stale})",
     )
     group.add_argument(

@@ -81,8 +81,8 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
         "--bapo.contribution",
         choices=CONTRIBUTIONS,
         default=None,
-        help="contribution of a token to the share: surrogate (the paper's Eq. 8), or gradient (the part that the "
-        "token's gradient carries)",
+        help="contribution of a token to the share: surrogate (the paper's section 4.2, Eq. 8), or gradient (the "
+        "part that the token's gradient carries)",
     )
     group.add_argument(
         "--bapo.scope",
@@ -96,7 +96,7 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
         type=float,
         default=None,
         help="train each update with an average over past bounds, which needs no extra forward pass; the value is its "
-        "half-life in optimizer steps; 0: search in each update (the paper)",
+        "half-life in optimizer steps; 0: search in each update (the paper's section 4.2, Algorithm 1)",
     )
     group.add_argument(
         "--bapo.smoothing_of",

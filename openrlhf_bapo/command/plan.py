@@ -303,7 +303,7 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     staleness = {"fresh samples": queued + (args.partial.max_staleness if args.partial.token_budget else 0)}
     if args.replay.ratio:
         staleness["replayed samples"] = args.replay.max_staleness
-    facts["staleness in policy versions"] = ", ".join(f"at most {n} of {what}" for what, n in staleness.items())
+    facts["staleness in policy versions"] = ", ".join(f"{what} at most {n}" for what, n in staleness.items())
     if lag := args.offpolicy.lag:
         facts["lag"] = (
             f"{lag} rollouts wait ({lag * num_prompts:,} prompts); staleness is {lag} from training step {lag} on"

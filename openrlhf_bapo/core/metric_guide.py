@@ -29,7 +29,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ),
             "the bounds in use",
             "0.82 and 2.5; steady bounds start in the middle of their ranges, 0.75 and 2.1",
-            "between the ends of their ranges: 0.75 to 0.86 and 2.1 to 2.8",
+            "between the ends of their ranges: 0.75 to 0.86 and 2.1 to 2.8 with target 0.5; with `paper` 0.64 to 0.71 "
+            "and 1.4 to 1.9",
             "always at the start of the search: the target is met without a raise, raise the target; always in the "
             "far corner: the target cannot be met, lower it, widen the ranges, or use `gradient`",
         ),
@@ -76,7 +77,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ("bapo/clip_frac_positive",),
             "fraction of the tokens with $A > 0$ above the upper bound",
             "0.005 to 0.02",
-            "below 0.04 (PPO's 1.2 clips 0.03 to 0.09)",
+            "below 0.04 with target 0.5; with `paper` 0.02 to 0.09 (PPO's 1.2 clips 0.03 to 0.09)",
             "above 0.1, as in runs where PPO fell apart: a lower learning rate or fewer updates per rollout",
         ),
         Guide(
@@ -113,7 +114,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("timing/bapo_ratio_forward",),
-            "seconds per training step in the forward for the ratios (OpenRLHF; part of `timing/ppo_train`)",
+            "seconds per training step in the forward for the ratios (part of OpenRLHF's `timing/ppo_train` and of "
+            "Molt's `timing/policy_train`)",
             "a forward over the samples ([performance](performance.md))",
             "constant",
             "too long: `--bapo.smoothing`, `--m2.half_life` and `--balanced.half_life` need no such forward",
@@ -121,7 +123,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("timing/bapo_search",),
             "seconds per training step in tallies and searches, with the wait for other ranks before a search "
-            "(OpenRLHF; part of `timing/ppo_train`)",
+            "(part of the same phase)",
             "0.01 of `timing/ppo_train` or less",
             "constant",
             "growing with the ranks: one of them is slower than the others",
@@ -192,7 +194,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ("rollout/groups_left_over",),
             "groups of the last rollout of the data that fill no optimizer step and are dropped",
             "not logged",
-            "once per epoch",
+            "once per pass over the prompts",
             "batch sizes that divide without a remainder",
         ),
         Guide(
@@ -211,8 +213,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "effective sample size of the ratios, a fraction",
             "1 on-policy; 0.96 to 0.97",
             "0.9 to 0.98",
-            "0.6 to 0.93, as in runs where PPO fell apart, at 2e-4: a lower learning rate, fewer updates per rollout,"
-            " a shorter queue, a smaller `--replay.max_staleness`",
+            "below 0.85 (runs where PPO fell apart had 0.6 to 0.93): a lower learning rate, fewer updates per rollout, "
+            "a shorter queue, a smaller `--replay.max_staleness`",
         ),
         Guide(
             ("offpolicy/ratio_mean",),
@@ -254,8 +256,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "offpolicy/optimizer_steps_max",
             ),
             "optimizer steps between the weights that generated a token and the weights that train on it",
-            "half the updates per rollout; the updates per rollout minus one",
-            "updates per rollout times staleness",
+            "half of (updates per rollout minus one); updates per rollout minus one",
+            "that, plus updates per rollout times staleness",
             "more: a shorter queue, more engines, or fewer updates per rollout",
         ),
         Guide(
@@ -312,8 +314,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ("replay/reuse_mean",),
             "mean number of times that the pool's groups were replayed",
             "0",
-            "below `--replay.max_reuse`",
-            "at it: more fresh samples, a lower `--replay.ratio`",
+            "below `--replay.max_reuse`, at which a group leaves the pool; 0 with its default of 1",
+            "near it, with too few `replay/groups_sampled`: a higher `--replay.max_reuse`, or more fresh samples",
         ),
         Guide(
             (
@@ -322,7 +324,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ),
             "groups kept, and groups drawn for replay",
             "some; 0",
-            "their ratio is `--replay.ratio`",
+            "sampled / (added + skipped) is at most `--replay.ratio`",
             "too few sampled: the pool is too small or too old",
         ),
         Guide(
@@ -347,7 +349,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ("replay/samples_dropped",),
             "samples of a short last rollout that filled no optimizer step",
             "0",
-            "once per epoch",
+            "once per pass over the prompts",
             "batch sizes that divide without a remainder",
         ),
         Guide(

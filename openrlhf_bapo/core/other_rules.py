@@ -70,7 +70,8 @@ class _AveragedRule(_OtherRule):
 class SecondMomentBounds(_AveragedRule):
     """Bounds that keep the mean of (log r)^2 over harmful tokens within a budget (M2PO, arXiv 2510.01161).
 
-    core/second_moment.py has the formula. M2PO finds the bounds for each update; the average is ours.
+    core/second_moment.py has the formula. M2PO's authors find t for each micro-batch. One t per update, and the
+    average, are ours.
 
     Args:
         budget: allowed mean of the squared log-ratio, above 0. The default is the paper's.

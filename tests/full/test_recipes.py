@@ -136,7 +136,7 @@ def test_a_token_budget_is_planned_with_its_rollouts_staleness_and_what_is_prefi
     # 8 tokens by 3: three rollouts, which prefill the prompt's 16 tokens with 3 and 6 of the response.
     assert "a response of 8 takes 3 rollouts" in facts["token budget"]
     assert "at most 21 prompts in flight for 16" in facts["token budget"]
-    assert facts["staleness in policy versions"] == "at most 7 of fresh samples"
+    assert facts["staleness in policy versions"] == "fresh samples at most 7"
     assert facts["prefilled again"].startswith("41 tokens of prompt and prefix for a response of 8, 0.00 GiB")
     assert "responses cut" not in facts
     args.partial.max_segments = 2

@@ -59,7 +59,7 @@ def test_large_files_of_lines_are_counted_and_large_arrays_are_not(directory):
 def test_samples_of_a_rollout_for_several_steps_wait_and_grow_older(directory, generated, staleness):
     flags = dict(train__async_enable=True, train__async_queue_size=2, rollout__vllm_generate_batch_size=generated)
     planned = facts(directory, **flags)["staleness in policy versions"]
-    assert planned == f"at most {staleness} of fresh samples"
+    assert planned == f"fresh samples at most {staleness}"
     # The longest wait in a long run, in training steps: first in, first out.
     waiting, longest = [], 0
     for step in range(200):
