@@ -193,10 +193,10 @@ def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
 
 def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:
     """Refuse the framework's clip bounds, which have no effect with a clip rule."""
-    if values.get("actor.eps_clip_low_high") is not None or values.get("actor.eps_clip", 0.2) != 0.2:
-        raise FlagError(
-            f"--actor.eps_clip and --actor.eps_clip_low_high: not allowed with --policy_loss {policy_loss}: {reason}"
-        )
+    both, one = values.get("actor.eps_clip_low_high"), values.get("actor.eps_clip", 0.2)
+    if both is not None or one != 0.2:
+        given = f"eps_clip {one}" if both is None else f"eps_clip_low_high {' '.join(map(str, both))}"
+        raise FlagError(f"--actor.{given}: not allowed with --policy_loss {policy_loss}: {reason}")
 
 
 def _check_weights(values: dict, policy_loss: str) -> None:

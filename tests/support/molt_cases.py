@@ -432,7 +432,7 @@ def test_a_token_whose_engines_log_prob_is_not_finite_has_no_gradient(name):
             "is_correction_level seq: .*off",
         ),
         ("--policy_loss bapo --algo.advantage.score_centering_top_k 8", "score_centering_top_k 8: .*: 0"),
-        ("--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3", "--actor.eps_clip_low_high: not allowed"),
+        ("--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3", "--actor.eps_clip_low_high 0.2 0.3: not allowed"),
         ("--policy_loss bapo --bapo.ratio_lower_max 1.2", "--bapo.ratio_lower_max 1.2 .*<= 1"),
         ("--policy_loss bapo --rollout.top_p 0.9", "--rollout.top_p 0.9: .* --policy_loss bapo: 1.0"),
         ("--policy_loss bapo --actor.dual_clip 0.9", "--actor.dual_clip 0.9: allowed: above 1"),

@@ -381,10 +381,11 @@ def test_every_replay_flag_reaches_the_pools_settings(tmp_path):
     assert args.replay.discard_saved is True
 
 
-def test_openrlhfs_pair_of_clip_bounds_is_refused_with_bapo(tmp_path, capsys):
+@pytest.mark.parametrize("given", ["--actor.eps_clip_low_high 0.2 0.2", "--actor.eps_clip 0.3"])
+def test_openrlhfs_clip_bounds_are_refused_with_bapo(tmp_path, capsys, given):
     with pytest.raises(SystemExit):
-        pipeline.parse([*pipeline.flags(tmp_path, policy_loss="bapo"), "--actor.eps_clip_low_high", "0.2", "0.2"])
-    assert "--actor.eps_clip_low_high: not allowed with --policy_loss bapo" in capsys.readouterr().err
+        pipeline.parse([*pipeline.flags(tmp_path, policy_loss="bapo"), *given.split()])
+    assert f"{given}: not allowed with --policy_loss bapo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
