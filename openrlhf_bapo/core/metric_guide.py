@@ -114,8 +114,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("timing/bapo_ratio_forward",),
-            "seconds per training step in the forward for the ratios (part of OpenRLHF's `timing/ppo_train` and of "
-            "Molt's `timing/policy_train`)",
+            "seconds per training step in the forward for the ratios (OpenRLHF, Molt; part of the training phase)",
             "a forward over the samples ([performance](performance.md))",
             "constant",
             "too long: `--bapo.smoothing`, `--m2.half_life` and `--balanced.half_life` need no such forward",
@@ -123,7 +122,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("timing/bapo_search",),
             "seconds per training step in tallies and searches, with the wait for other ranks before a search "
-            "(part of the same phase)",
+            "(OpenRLHF, Molt; part of the training phase)",
             "0.01 of `timing/ppo_train` or less",
             "constant",
             "growing with the ranks: one of them is slower than the others",
