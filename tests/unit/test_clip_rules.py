@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
 from openrlhf_bapo.core.clip_bounds import find_clip_bounds
+from openrlhf_bapo.core.clip_config import PRESETS
 from openrlhf_bapo.core.clip_rules import (
     ClipRule,
     FixedBounds,
@@ -323,6 +324,9 @@ def test_a_rule_is_given_to_trl_by_its_name_its_settings_or_itself(directory):
     rule = BalancedWeights(half_life=5.0)
     assert BapoGRPOTrainer(**trainers, bapo=rule).clip_rule is rule
     assert BapoGRPOTrainer(**trainers, bapo="topr").clip_rule.level == "sequence"
+    for name in PRESETS:  # as a whole, smoothing and dual clip included
+        rule = BapoGRPOTrainer(**trainers, bapo=name).clip_rule
+        assert rule.config == ClipConfig.preset(name) and rule.follows_updates == (name == "steady")
     with pytest.raises(ValueError, match=r"clip rule 'mine' is unknown; allowed: readme, .*, m2, .*, balanced"):
         BapoGRPOTrainer(**trainers, bapo="mine")
 

@@ -176,6 +176,12 @@ COMMANDS = {
         lambda d, _: dict(reward_fault__timeout=9, reward__remote_url=None, reward__model_name_or_path=d / "model"),
         ["--reward_fault.timeout 9: does nothing without --reward.remote_url"],
     ),
+    "a limit on dropped groups of a reward model": (
+        lambda d, _: dict(
+            reward_fault__max_drop_rate=0.5, reward__remote_url=None, reward__model_name_or_path=d / "model"
+        ),
+        ["--reward_fault.max_drop_rate 0.5: does nothing without --reward.remote_url or --train.agent_func_path"],
+    ),
     "evaluation of nothing": (dict(eval__at_start=True), ["--eval.at_start: does nothing without --eval.dataset"]),
     "evaluation with a reward model": (
         lambda d, _: dict(
