@@ -21,7 +21,7 @@ from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import RULES
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
-END, PROMPT_TOKENS = 4, 4  # a prompt: the start's row and column, the goal's row and column
+END = 4
 CHECKPOINTS = 15  # evenly spaced evaluations on held-out prompts in a run
 ENDPOINT_SAMPLES = 24  # per held-out prompt over the last fifth of a run, all of whose rollouts are evaluated
 FIXED_BOUNDS = {"ppo": (0.8, 1.2), "clip_higher": (0.8, 1.28), "none": (1e-9, 1e9)}
@@ -76,25 +76,29 @@ class Walk:
     max_tokens: int  # maximum response length
     random_moves: float  # share of random moves in the demonstrations
     finetune_steps: int
+    straight: bool = False  # demonstrations go to the goal's row first, then along it
     num_actions: int = 5  # including END
+    prompt_tokens: int = 4  # the start's row and column, the goal's row and column
 
     def prompts(self) -> torch.Tensor:
-        """Return every pair of a start and a different goal, [num, 4]."""
-        prompts = torch.cartesian_prod(*[torch.arange(self.num_values)] * PROMPT_TOKENS)
-        return prompts[(prompts[:, :2] != prompts[:, 2:]).any(1)]
+        """Return every prompt whose start and goal differ, [num, prompt_tokens]."""
+        prompts = torch.cartesian_prod(*[torch.arange(self.num_values)] * self.prompt_tokens)
+        return prompts[(prompts[:, :2] != prompts[:, 2:4]).any(1)]
 
     def reward(self, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
         """Return 1 for a walk that ends on the goal and never leaves the grid, else 0. Padding after END is END."""
         path = prompts[:, None, :2] + MOVES[responses].cumsum(1)
         inside = ((path >= 0) & (path < self.num_values)).all(2).all(1)
-        return (inside & (path[:, -1] == prompts[:, 2:]).all(1) & (responses[:, -1] == END)).float()
+        return (inside & (path[:, -1] == prompts[:, 2:4]).all(1) & (responses[:, -1] == END)).float()
 
     def demonstrate(self, prompts: torch.Tensor) -> torch.Tensor:
         """Return responses that head for the goal, except for a share of `random_moves`, which may leave the goal."""
         at, responses = prompts[:, :2].clone(), torch.empty(len(prompts), self.max_tokens, dtype=torch.long)
         for step in range(self.max_tokens):
-            nearer = ((prompts[:, 2:] - at)[:, None] * MOVES).sum(2) > 0
+            nearer = ((prompts[:, 2:4] - at)[:, None] * MOVES).sum(2) > 0
             nearer[:, END] = ~nearer.any(1)
+            if self.straight:
+                nearer &= nearer.cumsum(1) == 1
             within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < self.num_values)).all(2)
             within[:, END] = False
             strays = torch.rand(len(prompts), 1) < self.random_moves
@@ -118,8 +122,9 @@ class Policy(torch.nn.Module):
 
     def __init__(self, task: Walk, width: int = 96, num_layers: int = 3, heads: int = 4):
         super().__init__()
-        self.num_actions, self.tokens = task.num_actions, Embedding(task.num_actions + task.num_values, width)
-        self.heads, self.positions = heads, Embedding(PROMPT_TOKENS + task.max_tokens, width)
+        self.num_actions, self.prompt_tokens, self.heads = task.num_actions, task.prompt_tokens, heads
+        self.tokens = Embedding(task.num_actions + task.num_values, width)
+        self.positions = Embedding(task.prompt_tokens + task.max_tokens, width)
         self.norm, self.head, self.layers = LayerNorm(width), Linear(width, task.num_actions), ModuleList()
         for _ in range(num_layers):
             attention = {"norm1": LayerNorm(width), "qkv": Linear(width, 3 * width), "out": Linear(width, width)}
@@ -151,14 +156,14 @@ class Policy(torch.nn.Module):
         for p, r in zip(prompts.chunk(4), responses.chunk(4), strict=True):
             mask = token_mask(r)
             r = r[:, : int(mask.sum(1).max())]
-            of_all = self(torch.cat([self.num_actions + p, r[:, :-1]], 1))[:, PROMPT_TOKENS - 1 :]
+            of_all = self(torch.cat([self.num_actions + p, r[:, :-1]], 1))[:, self.prompt_tokens - 1 :]
             found.append(of_all.gather(2, r[:, :, None]).squeeze(2)[mask[:, : r.shape[1]]])
         return torch.cat(found)
 
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False, generator=None):
-    """Return responses to prompts [rows, 4] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
+    """Return responses to prompts [rows, prompt_tokens] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
     caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
@@ -177,7 +182,7 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, 
             kept = (~done).nonzero().squeeze(1)
             alive, token, done = alive[kept], token[kept], done[kept]
             caches = [c.index_select(1, kept) for c in caches]  # a third of the time of c[:, kept]
-        log_probs = policy(token[:, None], caches, PROMPT_TOKENS + step)[:, 0]
+        log_probs = policy(token[:, None], caches, policy.prompt_tokens + step)[:, 0]
     responses = torch.where(token_mask(responses), responses, END)
     found = {"prompts": prompts, "responses": responses, "rewards": task.reward(prompts, responses)}
     return SimpleNamespace(**found, log_probs=behavior, entropy=entropy)

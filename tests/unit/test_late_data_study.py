@@ -137,6 +137,40 @@ def test_the_right_response_to_a_sum_is_its_decimal_digits():
     assert not sums.reward(prompts, responses.roll(1, 1)).any()
 
 
+DETOUR = walk.TASKS["detour"]
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([DOWN] * 4 + [RIGHT] * 4, 1),  # along the first column and the last row, beside the block
+        ([RIGHT] * 4 + [DOWN] * 4, 1),
+        ([DOWN, RIGHT, RIGHT, RIGHT, RIGHT, DOWN, DOWN, DOWN], 0),  # through the block's first row
+        ([DOWN, RIGHT, LEFT, DOWN, DOWN, DOWN, RIGHT, RIGHT, RIGHT, RIGHT], 0),  # enters its corner and leaves it
+        ([RIGHT] * 4 + [DOWN] * 3, 0),  # ends elsewhere
+    ],
+)
+def test_a_detour_is_right_if_it_also_never_enters_the_block(moves, expected):
+    response = torch.tensor([moves + [END] * (DETOUR.max_tokens - len(moves))])
+    assert DETOUR.reward(torch.tensor([[0, 0, 4, 4, 2, 2]]), response).tolist() == [expected]
+
+
+def test_a_detours_start_and_goal_are_outside_the_block_and_its_demonstrations_go_straight_through():
+    small = replace(DETOUR, num_values=5, random_moves=0.0)
+    prompts = small.prompts()
+    outside = (prompts[:, None, :4].view(-1, 2, 2) - prompts[:, None, 4:]).abs().amax(2) > 1
+    assert outside.all() and (prompts[:, :2] != prompts[:, 2:4]).any(1).all()
+    cells = list(itertools.product(range(5), repeat=2))
+    free = [sum(max(abs(r - a), abs(c - b)) > 1 for r, c in cells) for a, b in cells]
+    assert len(prompts) == sum(num * (num - 1) for num in free)
+    responses = small.demonstrate(prompts)
+    path = prompts[:, None, :2] + walk.MOVES[responses].cumsum(1)
+    assert torch.equal(path[:, -1], prompts[:, 2:4])
+    rows = (prompts[:, 2] - prompts[:, 0]).abs()  # the goal's row first
+    assert all((response[:num] < LEFT).all() for response, num in zip(responses, rows, strict=True))
+    assert 0.4 < small.reward(prompts, responses).mean() < 1
+
+
 def test_no_prompt_is_both_trained_on_and_held_out():
     trained, heldout = (set(map(tuple, part.tolist())) for part in walk.split_prompts(walk.TASKS["walk"]))
     assert not trained & heldout
@@ -156,7 +190,7 @@ def test_sampling_with_a_cache_gives_the_log_probs_of_the_training_forward(polic
 def test_greedy_sampling_takes_the_likeliest_token(policy):
     rollout = walk.sample(policy, walk.split_prompts(TASK)[1][:10], TASK, greedy=True)
     tokens = torch.cat([TASK.num_actions + rollout.prompts, rollout.responses[:, :-1]], 1)
-    likeliest = policy(tokens)[:, walk.PROMPT_TOKENS - 1 :].argmax(2)
+    likeliest = policy(tokens)[:, TASK.prompt_tokens - 1 :].argmax(2)
     mask = walk.token_mask(rollout.responses)
     assert torch.equal(rollout.responses[mask], likeliest[mask])
 
