@@ -2,7 +2,10 @@
 
 python studies/late_data/compare.py screen   # stage 1: every rule by regime and learning rate, and which rules lead
 python studies/late_data/compare.py test     # stage 2: differences from ppo with intervals, corrected for their number
+python studies/late_data/compare.py overview # stage 2: rules by regimes, one number each
 python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's prediction beside the measured change of entropy
+python studies/late_data/compare.py bounds   # mean bounds, and the positive share as Eq. 8 writes it
+python studies/late_data/compare.py draw --out study.png  # stage 2: every difference from ppo with its interval
 
 They read finished cells from --results and --runs. `screen` and `test` leave out, and name, every method that lacks a
 planned cell of its regime.
@@ -23,6 +26,7 @@ from walk import evenly_spaced
 STAGES = {"screen": range(200, 205), "test": range(210, 220)}
 ALWAYS_TESTED = ("ppo", "stock_is", "paper")
 OURS = ("steady", "balanced", "balanced_steady")
+PRIMARY, OTHER_REGIMES = "primary: less ppo", "other regimes: less ppo"
 MARGIN = 0.01  # "never worse" allows for it
 SAME_RULE = {"topr_sequence": "topr", "balanced_steady": "balanced"}
 SAME_AS_IN_REGIME_A = {"stock": "ppo", "stock_is": "ppo", "decoupled": "ppo", "decoupled_paper": "paper"}
@@ -100,6 +104,26 @@ def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str
         title = f"{name}: measured and predicted change of entropy per rollout, mean \u00b1 standard error (runs)"
         lines += [title, "", *markdown(head, rows)]
     return lines
+
+
+def bounds_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
+    """Return Markdown: by regime, method and learning rate the mean bounds and positive shares over all updates.
+
+    The share of the gradient is taken without bounds and within them. Those of Eq. 8 weigh every token by its
+    probability under the behavior policy. P / (P + N) is our reading; P / |P - N| is the formula as printed.
+    """
+    groups: dict[tuple[str, str, float], list[Columns]] = defaultdict(list)
+    for name, cell in cells.items():
+        if name in found and "eq8_positive" in found[name]:
+            groups[regime(cell), cell["method"], cell["lr"]].append(found[name])
+    rows = []
+    for (name, method, rate), runs in groups.items():
+        keys = ("lower", "upper", "share_unclipped", "share", "eq8_positive", "eq8_negative")
+        *means, p, n = [fmean(v for run in runs for v in run.get(key, [nan]) if v == v) for key in keys]
+        numbers = [f"{value:.3f}" for value in (*means, p / (p + n), p / abs(p - n))]
+        rows.append([name, method, f"{rate:g}", *numbers, str(len(runs))])
+    head = ["regime", "method", "rate", "lower", "upper", "share without bounds", "within bounds"]
+    return markdown([*head, "Eq. 8: P / (P + N)", "P / abs(P - N)", "seeds"], rows)
 
 
 def regime(cell: dict) -> str:
@@ -269,47 +293,134 @@ def families(table: Table, screened: Table) -> dict[str, list[Comparison]]:
     with_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
     others = [(name, best_other(screened, name, tested - set(OURS))) for name in table]
     return {
-        "primary: less ppo": [(*pair, 0) for pair in with_ppo if pair[0] in screened],
-        "other regimes: less ppo": [(*pair, 0) for pair in with_ppo if pair[0] not in screened],
+        PRIMARY: [(*pair, 0) for pair in with_ppo if pair[0] in screened],
+        OTHER_REGIMES: [(*pair, 0) for pair in with_ppo if pair[0] not in screened],
         "second rate: less ppo": [(*pair, 1) for pair in with_ppo if pair[0] in screened],
         "ours: less the best other rule of stage 1": [(name, ours, other, 0) for name, other in others],
     }
 
 
-def difference_lines(table: Table, screened: Table) -> list[str]:
-    """Return Markdown: every planned difference, at the rates that stage 1 chose, one table per family."""
-    lines = []
+@dataclass(frozen=True)
+class Tested:
+    """A planned comparison and its result."""
+
+    regime: str
+    method: str
+    other: str
+    difference: Difference
+    p: float
+    """Corrected by Holm's method over the family."""
+
+
+def tested(table: Table, screened: Table) -> dict[str, list[Tested]]:
+    """Return every planned comparison by family, each at the rates that stage 1 chose."""
+    results = {}
     for title, comparisons in families(table, screened).items():
         found = []
         for name, *methods, rank in comparisons:
             ours, theirs = (table[name][method][screened_rates(screened, name, method)[rank]] for method in methods)
             found.append(difference(ours, theirs))
-        rows = [
-            [name, method, other, f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{p:.4f}", str(d.low > -MARGIN)]
-            for (name, method, other, _), d, p in zip(comparisons, found, holm([d.p for d in found]), strict=True)
-        ]
+        corrected = holm([d.p for d in found])
+        results[title] = [Tested(*c[:3], d, p) for c, d, p in zip(comparisons, found, corrected, strict=True)]
+    return results
+
+
+def difference_lines(table: Table, screened: Table) -> list[str]:
+    """Return Markdown: every planned difference, one table per family."""
+    lines = []
+    for title, results in tested(table, screened).items():
+        rows = []
+        for t in results:
+            d = t.difference
+            numbers = [f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{t.p:.4f}", str(d.low > -MARGIN)]
+            rows.append([t.regime, t.method, t.other, *numbers])
         head = ["regime", "method", "less", "mean", "95% interval of this comparison", "p after Holm", "not worse"]
         lines += [title, "", *markdown(head, rows)]
     return lines
 
 
+def overview_lines(table: Table, screened: Table) -> list[str]:
+    """Return Markdown: ppo's accuracy by regime and every difference from it; * where p < 0.05 after Holm."""
+    found = {}
+    for title, results in tested(table, screened).items():
+        if title in (PRIMARY, OTHER_REGIMES):
+            found |= {(t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}" for t in results}
+    accuracies = [mean_accuracy(table[name]["ppo"][screened_rates(screened, name, "ppo")[0]]) for name in table]
+    rows = [["`ppo`", *(f"{accuracy:.3f}" for accuracy in accuracies)]]
+    for method in tested_methods(table):
+        rows.append([f"`{method}`", *(found.get((name, method), "") for name in table)])
+    return markdown(["rule", *map(label, table)], rows)
+
+
+def tested_methods(table: Table) -> list[str]:
+    """Return every method but ppo, in the order of the cells."""
+    return [*dict.fromkeys(method for by_method in table.values() for method in by_method if method != "ppo")]
+
+
+def label(name: str) -> str:
+    """Return a regime's name as a reader needs it: "late by 8", "4 epochs"."""
+    task, _, lag, *settings = name.split()
+    given = dict(zip(settings[::2], settings[1::2], strict=True))
+    words = [task] if task != "walk" else []
+    if "mixed" in given:
+        words.append(f"0 to {lag} late")
+    elif lag != "0":
+        words.append(f"late by {lag}")
+    if "epochs" in given:
+        words.append("1 epoch" if given["epochs"] == "1" else f"{given['epochs']} epochs")
+    words += ["replay"] if "replay" in given else []
+    words += ["mostly wrong"] if "wrong" in given else []
+    return ", ".join(words)
+
+
+def draw(table: Table, screened: Table, out: Path):
+    """Draw every method's difference from ppo with its 95% interval: one panel per regime, one line per method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    methods = tested_methods(table)
+    size = (2 + 2 * len(table), 1 + 0.4 * len(methods))
+    figure, panels = plt.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, (name, by_method) in zip(panels[0], table.items(), strict=True):
+        for row, method in enumerate(methods):
+            if method in by_method:
+                pair = [by_method[m][screened_rates(screened, name, m)[0]] for m in (method, "ppo")]
+                d = difference(*pair)
+                panel.plot([d.low, d.high], [row, row], color="C0" if d.low > 0 else "C3" if d.high < 0 else "gray")
+                panel.plot(d.mean, row, "o", color=panel.lines[-1].get_color())
+        panel.axvline(0, color="black", linewidth=0.8)
+        panel.set(title=label(name).replace(", ", "\n"), yticks=range(len(methods)), yticklabels=methods)
+        panel.title.set_size("small")
+    panels[0][0].invert_yaxis()
+    figure.supxlabel("held-out accuracy less ppo's, with the 95% interval of one comparison", size="small")
+    figure.savefig(out, dpi=110)
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=[*STAGES, "entropy"])
+    parser.add_argument("stage", choices=[*STAGES, "overview", "entropy", "bounds", "draw"])
     parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/protocol"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("study.png"), help="draw: the picture (default: %(default)s)")
     args = parser.parse_args()
     cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
-    if args.stage == "entropy":
-        print("\n".join(entropy_lines(cells, found)))
+    if args.stage in ("entropy", "bounds"):
+        print("\n".join((entropy_lines if args.stage == "entropy" else bounds_lines)(cells, found)))
         return
     screened, left_out = outcomes(cells, found, STAGES["screen"])
     if args.stage == "screen":
         print("\n".join([*screen_lines(screened), *left_out]))
         return
     table, left_out = outcomes(cells, found, STAGES["test"])
-    print("\n".join([*difference_lines(table, screened), *left_out]))
+    if args.stage == "draw":
+        draw(table, screened, args.out)
+        return
+    lines = overview_lines if args.stage == "overview" else difference_lines
+    print("\n".join([*lines(table, screened), *left_out]))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def method_of(run: Run) -> tuple[dict[str, str], list]:
     flags += ["--bapo.smoothing", run.half_life] if run.half_life else []
     flags += ["--bapo.contribution", run.contribution] if run.contribution else []
     flags += ["--bapo.positive_contribution_target", run.target] if run.target else []
+    flags += ["--bapo.token_weight", run.token_weight] if run.token_weight else []
     return {"METHOD": "bapo", "PRESET": name}, flags
 
 

@@ -48,6 +48,7 @@ class Run:
     half_life: float = 0.0  # of the bounds' moving average, in updates; 0 keeps the preset's
     smoothing_of: str = "bounds"  # what is averaged: "bounds" or "tally"
     same_update: bool = False  # the average includes the update that uses it
+    token_weight: str = ""  # "rollout_prob" weighs a token in the search by its probability under the behavior policy
     dual_clip: float = 0.0  # dual clip's constant; 0: no dual clip
     lag: int = 0  # number of rollouts between making a rollout and training on it
     mixed: bool = False  # each part of a rollout waits for 0 to `lag` rollouts
@@ -163,7 +164,7 @@ class Policy(torch.nn.Module):
 
 @torch.no_grad()
 def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False, generator=None):
-    """Return responses to prompts [rows, prompt_tokens] with log-probs and entropy, [rows, max_tokens], and rewards, [rows]."""
+    """Return responses to prompts [rows, tokens] with log-probs and entropy, [rows, max_tokens], and rewards [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
     caches = [torch.empty(2, rows, policy.heads, positions, width // policy.heads) for _ in policy.layers]
@@ -269,15 +270,18 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run
         weight = weight * correction(base, behavior_log_probs, run)
 
     tokens = Tokens(log_probs.detach(), base, advantages, weight)
-    rule.tally(tokens)
+    probs = behavior_log_probs.exp()
+    rule.tally(replace(tokens, weight=weight * probs) if run.token_weight == "rollout_prob" else tokens)
     update = rule.close_update() if rule.needs_tally_first or run.same_update else None
     if (weights := rule.weights(tokens)) is not None:
-        gain, (lower, upper) = weights * advantages * log_probs, (torch.tensor(nan),) * 2
+        surrogate, (lower, upper) = weights * advantages, (torch.tensor(nan),) * 2
+        gain = surrogate * log_probs
     else:
         ratio, (lower, upper) = importance_ratio(log_probs, base), rule.bounds(tokens)
         gain = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
         if run.dual_clip:  # limits the loss of a negative token with a large ratio (arXiv 1912.09729)
             gain = torch.where(advantages < 0, torch.maximum(gain, run.dual_clip * advantages), gain)
+        surrogate = gain.detach()
     gradient, entropy_rule = rule.gradient_weights(tokens), EntropyRule()
     entropy_rule.tally(rule, tokens, run.dual_clip or None)
     entropy_rule.close_update()
@@ -296,6 +300,9 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run
     metrics |= {"found_lower": found.lower, "found_upper": found.upper}
     shares = ("share_unclipped", tokens.ratio), ("share", gradient)
     metrics |= {name: positive_share(weight * factor, advantages) for name, factor in shares}
+    eq8 = weight * probs * surrogate  # the terms of the paper's Eq. 8
+    metrics |= {"eq8_positive": eq8[advantages > 0].sum() / mask.sum()}
+    metrics |= {"eq8_negative": -eq8[advantages < 0].sum() / mask.sum()}
     sides = ("clip_positive", advantages > 0), ("clip_negative", advantages < 0)
     metrics |= {name: (gradient[side & mask] == 0).float().mean() for name, side in sides}
     metrics |= {name: torch.tensor(value) for name, value in entropy_rule.take_metrics().items()}

@@ -266,6 +266,34 @@ def test_an_update_steps_along_the_clipped_surrogate_between_the_bounds_of_the_c
     assert metrics["entropy/predicted_change"].item() == pytest.approx(change[trained].sum().item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("clip", ["0.9:1.1", "topr:level=token"])
+def test_the_terms_of_eq_8_are_the_surrogate_weighted_by_the_behavior_policys_probability(policy, stale, clip):
+    rows = torch.arange(20)
+    ratio, advantages = ratios(policy, stale, rows)
+    probs = stale.log_probs[rows][walk.token_mask(stale.responses[rows])].exp()
+    if clip.startswith("topr"):
+        surrogate = advantages * torch.where(advantages > 0, 1.0, ratio.clamp(max=1.0))
+    else:
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)
+    metrics, _ = update(policy, stale, rows, walk.Run(clip=clip))
+    for name, side in (("eq8_positive", advantages > 0), ("eq8_negative", advantages < 0)):
+        expected = (probs * surrogate)[side].sum().abs() / len(ratio)
+        torch.testing.assert_close(metrics[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_rollout_prob_weighs_tokens_in_the_search_alone(policy, stale):
+    rows = torch.arange(20)
+    ratio, advantages = ratios(policy, stale, rows)
+    probs = stale.log_probs[rows][walk.token_mask(stale.responses[rows])].exp()
+    run = walk.Run(clip="readme", target=0.6, token_weight="rollout_prob")
+    bounds = find_clip_bounds(ratio, advantages, probs, walk.clip_rule(run).config)
+    assert bounds != find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_rule(run).config)
+    gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), 0.0)
+    metrics, moved = update(policy, stale, rows, run)
+    assert (metrics["lower"], metrics["upper"]) == (bounds.lower, bounds.upper)
+    torch.testing.assert_close(moved, gradient / max(gradient.norm().item(), 1), atol=1e-5, rtol=1e-3)
+
+
 def weighted_gradient(policy, rollout, rows, weight_of) -> torch.Tensor:
     """Return the gradient of the mean of w A log pi over all tokens, in a plain loop; `weight_of` gives w per token."""
     gains, num = [], 0
@@ -643,6 +671,7 @@ def test_flags_of_a_pipeline_cell_give_the_training_command_the_same_settings(tm
     assert settings(*bapo, clip="readme", task="pipeline_partial", lag=0).partial.token_budget > 0
     steady = settings("--policy_loss", "bapo", "--bapo.preset", "steady", clip="steady", dual_clip=3.0)
     assert (steady.bapo.smoothing, steady.actor.dual_clip) == (20.0, 3.0)
+    assert settings(*bapo, clip="paper", token_weight="rollout_prob").bapo.token_weight == "rollout_prob"
     topr = settings("--policy_loss", "topr", clip="topr:level=sequence")
     assert topr.topr.level == "sequence"
     decoupled = settings(*bapo, clip="paper", base="start", correction="clip")
@@ -787,6 +816,37 @@ def test_every_family_of_comparisons_is_corrected_for_its_own_number():
         compare.difference_lines(screened, screened)
 
 
+def test_the_overview_has_ppos_accuracy_and_a_star_at_each_difference_that_is_significant_after_correction():
+    late, mixed, paper = "walk lag 8", "walk lag 4 mixed True", "walk lag 0 epochs 4 rollouts 30"
+    ppo = {1e-4: with_accuracy(0.5, 0.5, 0.5, 0.5), 5e-5: with_accuracy(0.1, 0.2, 0.3, 0.4)}
+    clear = {1e-4: with_accuracy(0.61, 0.59, 0.62, 0.58), 5e-5: with_accuracy(0.2, 0.2, 0.1, 0.1)}
+    clearer = {1e-4: with_accuracy(0.60, 0.61, 0.59, 0.62), 5e-5: clear[5e-5]}
+    unclear = {1e-4: with_accuracy(0.52, 0.49, 0.53, 0.48), 5e-5: with_accuracy(0.3, 0.2, 0.1, 0.2)}
+    by_method = {"ppo": ppo, "paper": unclear, "balanced": clear}
+    screened = {paper: by_method, late: by_method}
+    head, _, *rows, _ = compare.overview_lines(screened | {mixed: by_method | {"paper": clearer}}, screened)
+    assert head == "| rule | 4 epochs | late by 8 | 0 to 4 late |"
+    assert rows == [
+        "| `ppo` | 0.500 | 0.500 | 0.500 |",
+        "| `paper` | +0.005 | +0.005 | +0.105* |",
+        "| `balanced` | +0.100* | +0.100* | +0.100* |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("walk lag 4 epochs 4 rollouts 30", "late by 4, 4 epochs"),
+        ("walk lag 8 wrong 0.75", "late by 8, mostly wrong"),
+        ("walk lag 0 replay 8", "replay"),
+        ("detour lag 0 epochs 4 rollouts 30", "detour, 4 epochs"),
+        ("walk lag 0 epochs 1 rollouts 60", "1 epoch"),
+    ],
+)
+def test_a_regime_has_a_readable_label(name, label):
+    assert compare.label(name) == label
+
+
 def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollout():
     changes = [0.3, -0.2, 0.1, 0.4, -0.5, 0.2, 0.1, -0.3, 0.2, 0.3, 0.1]
     entropy = [1.0, 1.0, *(1.0 + sum(changes[: n + 1]) for n in range(len(changes)))]
@@ -798,6 +858,33 @@ def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollo
     cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 0, "lr": 1e-4}
     *_, row, _ = compare.entropy_lines({"a": cell, "b": cell, "c": cell}, {"a": columns, "b": columns})
     assert row.startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in row
+
+
+def test_mean_bounds_and_eq_8s_share_are_means_over_the_updates_of_a_regime_method_and_rate():
+    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "paper", "seed": 0, "lr": 1e-4}
+    columns = {"lower": [nan, 0.6, 0.7], "upper": [nan, 1.2, 1.4], "share_unclipped": [0.4] * 3, "share": [0.5] * 3}
+    columns |= {"eq8_positive": [nan, 0.2, 0.4], "eq8_negative": [nan, 0.4, 0.4]}
+    cells = {"a": cell, "b": cell | {"lr": 1e-5}, "no such columns": cell}
+    *_, row, _, _ = compare.bounds_lines(cells, {"a": columns, "b": columns, "no such columns": {"lower": [0.9]}})
+    assert row == "| walk lag 8 | paper | 0.0001 | 0.650 | 1.300 | 0.400 | 0.500 | 0.429 | 3.000 | 1 |"
+
+
+def test_the_picture_has_a_panel_per_regime_with_each_methods_interval(tmp_path):
+    by_method = {
+        "ppo": {1e-4: with_accuracy(0.5, 0.6), 5e-5: with_accuracy(0.1, 0.1)},
+        "m2": {1e-4: with_accuracy(0.7, 0.9)},
+        "paper": {1e-4: with_accuracy(0.4, 0.7)},
+    }
+    table = {"walk lag 8": by_method, "walk lag 0 epochs 4": {"ppo": by_method["ppo"], "paper": by_method["paper"]}}
+    figure = compare.draw(table, table, tmp_path / "study.png")
+    late, paper = figure.axes
+    drawn = {line.get_ydata()[0]: line.get_xdata().mean() for line in late.lines if line.get_marker() == "o"}
+    assert drawn == {0: pytest.approx(0.25), 1: pytest.approx(0.0)}
+    assert [label.get_text() for label in late.get_yticklabels()] == ["m2", "paper"]
+    interval, *_ = paper.lines  # m2 has none
+    d = compare.difference(by_method["paper"][1e-4], by_method["ppo"][1e-4])
+    assert (*interval.get_xdata(), *interval.get_ydata()) == (d.low, d.high, 1, 1)
+    assert (tmp_path / "study.png").stat().st_size > 0
 
 
 START = """
