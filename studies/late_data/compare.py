@@ -7,11 +7,13 @@ python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's predictio
 python studies/late_data/compare.py bounds   # mean bounds, and the positive share as Eq. 8 writes it
 python studies/late_data/compare.py draw --out study.png  # stage 2: every difference from ppo with its interval
 
-They read finished cells from --results and --runs. `screen` and `test` leave out, and name, every method that lacks a
-planned cell of its regime.
+They read finished cells from --results and --runs. `screen` leaves out, and names, every method that lacks a planned
+cell of its regime. A family of stage 2 is not tested before all its cells are there.
 """
 
 import argparse
+import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -23,10 +25,11 @@ from scipy import stats
 from study import HERE, Columns, markdown, mean_and_error, read_cells, read_results
 from walk import evenly_spaced
 
-STAGES = {"screen": range(200, 205), "test": range(210, 220)}
+STAGES = {"screen": range(200, 205), "bounds": range(205, 208), "test": range(210, 220)}
 ALWAYS_TESTED = ("ppo", "stock_is", "paper")
 OURS = ("steady", "balanced", "balanced_steady")
 PRIMARY, OTHER_REGIMES = "primary: less ppo", "other regimes: less ppo"
+OURS_AGAINST_BEST = "ours: less the best other rule of stage 1"
 MARGIN = 0.01  # "never worse" allows for it
 SAME_RULE = {"topr_sequence": "topr", "balanced_steady": "balanced"}
 SAME_AS_IN_REGIME_A = {"stock": "ppo", "stock_is": "ppo", "decoupled": "ppo", "decoupled_paper": "paper"}
@@ -101,20 +104,20 @@ def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str
                 numbers.append(fmean(value for run in runs for value in run[f"entropy/{part}"] if value == value))
             rows.append([method, *map(mean_and_error, correlations), *(f"{number:+.4f}" for number in numbers)])
         head = ["method", "correlation per rollout", f"per {WINDOW} rollouts", "measured", "predicted", *PARTS]
-        title = f"{name}: measured and predicted change of entropy per rollout, mean \u00b1 standard error (runs)"
+        title = f"{name}: change of entropy, measured per rollout, predicted per update and unit of learning rate"
         lines += [title, "", *markdown(head, rows)]
     return lines
 
 
 def bounds_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
-    """Return Markdown: by regime, method and learning rate the mean bounds and positive shares over all updates.
+    """Return Markdown: mean bounds and positive shares over all updates of the cells that are described, not tested.
 
     The share of the gradient is taken without bounds and within them. Those of Eq. 8 weigh every token by its
     probability under the behavior policy. P / (P + N) is our reading; P / |P - N| is the formula as printed.
     """
     groups: dict[tuple[str, str, float], list[Columns]] = defaultdict(list)
     for name, cell in cells.items():
-        if name in found and "eq8_positive" in found[name]:
+        if name in found and cell["seed"] in STAGES["bounds"]:
             groups[regime(cell), cell["method"], cell["lr"]].append(found[name])
     rows = []
     for (name, method, rate), runs in groups.items():
@@ -128,30 +131,31 @@ def bounds_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]
 
 def regime(cell: dict) -> str:
     """Name a cell's regime: task, lag, and what else its block sets."""
-    return " ".join([cell["task"], f"lag {cell['lag']}", *(f"{key} {value}" for key, value in cell["regime"].items())])
+    settings = sorted(cell["regime"].items())
+    return " ".join([cell["task"], f"lag {cell['lag']}", *(f"{key} {value}" for key, value in settings)])
 
 
 Table = dict[str, dict[str, dict[float, dict[int, Outcome]]]]  # by regime, method, learning rate and seed
 
 
-def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> tuple[Table, list[str]]:
-    """Return the outcomes of the cells with these seeds, and a line per method and regime that lacks any of them."""
+def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> tuple[Table, dict[str, list[str]]]:
+    """Return the outcomes of the cells with these seeds, and by regime a line per method that lacks any of them."""
     planned: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, cell in cells.items():
         if cell["seed"] in seeds:
             planned[regime(cell), cell["method"]].append(name)
     table: Table = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    left_out = []
+    left_out: dict[str, list[str]] = defaultdict(list)
     for (name, method), names in planned.items():
         if missing := sum(cell not in found for cell in names):
-            left_out.append(f"Left out: {method} in {name}, which lacks {missing} of {len(names)} cells.")
+            left_out[name].append(f"Left out: {method} in {name}, which lacks {missing} of {len(names)} cells.")
             continue
         for cell in names:
             result = outcome(found[cell])
             if name.startswith("pipeline"):  # where no two first rollouts are equal
                 result = replace(result, began=())
             table[name][method][cells[cell]["lr"]][cells[cell]["seed"]] = result
-    return table, left_out
+    return {name: dict(by_method) for name, by_method in table.items()}, dict(left_out)
 
 
 def mean_accuracy(by_seed: dict[int, Outcome]) -> float:
@@ -211,7 +215,7 @@ class Difference:
 
 
 def difference(ours: dict[int, Outcome], theirs: dict[int, Outcome]) -> Difference:
-    """Compare two methods seed by seed, by the paired t distribution.
+    """Compare two methods seed by seed, by the paired t distribution. Two methods that are equal have a p of 1.
 
     Raises:
         ValueError: if their seeds differ, or if a seed began from two start policies.
@@ -220,6 +224,8 @@ def difference(ours: dict[int, Outcome], theirs: dict[int, Outcome]) -> Differen
     if seeds != sorted(theirs) or any(ours[seed].began != theirs[seed].began for seed in seeds):
         raise ValueError("the two methods have different seeds, or a seed has two start policies")
     pairs = [[method[seed].accuracy for seed in seeds] for method in (ours, theirs)]
+    if pairs[0] == pairs[1]:
+        return Difference(0.0, 0.0, 0.0, 1.0)
     result = stats.ttest_rel(*pairs)
     low, high = result.confidence_interval(0.95)
     mean = fmean(a - b for a, b in zip(*pairs, strict=True))
@@ -230,7 +236,7 @@ def holm(p_values: list[float]) -> list[float]:
     """Return the p-values corrected for their number by Holm's step-down method.
 
     Raises:
-        ValueError: for a p-value that is not a number, as of two runs that are equal.
+        ValueError: for a p-value that is not a number.
     """
     if any(p != p for p in p_values):
         raise ValueError("a p-value is not a number")
@@ -242,7 +248,7 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def screen_lines(table: Table) -> list[str]:
-    """Return Markdown: one table per regime, and the ranking."""
+    """Return Markdown: one table of endpoints per regime."""
     lines = []
     for name, by_method in table.items():
         rates = sorted({rate for by_rate in by_method.values() for rate in by_rate})
@@ -255,8 +261,13 @@ def screen_lines(table: Table) -> list[str]:
             rows.append([method, *cells, *(f"{value:.3f}" for value in details), str(fell)])
         head = ["method", *(f"{rate:g}" for rate in rates), "area", "entropy", "pass@16", "runs that fell"]
         lines += [f"{name}: held-out accuracy, mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
+    return lines
+
+
+def ranking_lines(table: Table) -> list[str]:
+    """Return Markdown: the ranking of stage 1, and which rules stage 2 tests."""
     ranked = ranking(table)
-    lines += ["Mean over the regimes at each one's best rate", ""]
+    lines = ["Mean over the regimes at each one's best rate", ""]
     lines += markdown(["method", "accuracy"], [[method, f"{mean:.3f}"] for method, mean in ranked])
     return [*lines, f"Stage 2 tests {', '.join(leaders(ranked))}."]
 
@@ -267,36 +278,40 @@ def screened_regime(screened: Table, name: str) -> str:
     return chosen
 
 
-def screened_rates(screened: Table, name: str, method: str) -> list[float]:
-    """Return the rates of stage 1 for a method in a regime of stage 2, the best first."""
-    chosen = screened_regime(screened, name)
-    if "epochs" in chosen:
-        method = SAME_AS_IN_REGIME_A.get(method, method)
-    return best_rates(screened[chosen][method])
+def rate(table: Table, screened: Table, name: str, method: str) -> float:
+    """Return the rate at which stage 2 compares a method in a regime.
+
+    In the regimes of stage 1 that is the method's best rate there. In any other regime all methods have one rate.
+    """
+    if name in screened:
+        return best_rates(screened[name][method])[0]
+    (only,) = {rate for by_rate in table[name].values() for rate in by_rate}
+    return only
 
 
 def best_other(screened: Table, name: str, among: Collection[str]) -> str:
     """Return the method, of those in `among`, that stage 1 found best for a regime of stage 2."""
     by_method = screened[screened_regime(screened, name)]
-    return max(
-        by_method.keys() & set(among), key=lambda m: mean_accuracy(by_method[m][screened_rates(screened, name, m)[0]])
-    )
+    return max(by_method.keys() & set(among), key=lambda m: mean_accuracy(by_method[m][best_rates(by_method[m])[0]]))
 
 
-Comparison = tuple[str, str, str, int]  # regime, method, the method that it is compared with, which of its best rates
+Comparison = tuple[str, str, str]  # regime, method, the method that it is compared with
 
 
 def families(table: Table, screened: Table) -> dict[str, list[Comparison]]:
-    """Return the planned comparisons by family; each family is corrected for its number alone."""
+    """Return the planned comparisons by family; each family is corrected for its number alone.
+
+    A table of stage 1's regimes alone has the primary family only.
+    """
     tested = {method for by_method in table.values() for method in by_method}
     ours = next(method for method, _ in ranking(screened) if method in OURS and method in tested)
     with_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
-    others = [(name, best_other(screened, name, tested - set(OURS))) for name in table]
+    others = [(name, ours, best_other(screened, name, tested - set(OURS))) for name in table]
+    elsewhere = [pair for pair in with_ppo if pair[0] not in screened]
     return {
-        PRIMARY: [(*pair, 0) for pair in with_ppo if pair[0] in screened],
-        OTHER_REGIMES: [(*pair, 0) for pair in with_ppo if pair[0] not in screened],
-        "second rate: less ppo": [(*pair, 1) for pair in with_ppo if pair[0] in screened],
-        "ours: less the best other rule of stage 1": [(name, ours, other, 0) for name, other in others],
+        PRIMARY: [pair for pair in with_ppo if pair[0] in screened],
+        OTHER_REGIMES: elsewhere,
+        OURS_AGAINST_BEST: others if elsewhere else [],
     }
 
 
@@ -313,16 +328,24 @@ class Tested:
 
 
 def tested(table: Table, screened: Table) -> dict[str, list[Tested]]:
-    """Return every planned comparison by family, each at the rates that stage 1 chose."""
+    """Return the planned comparisons by family; families without a comparison are left out."""
     results = {}
     for title, comparisons in families(table, screened).items():
+        if not comparisons:
+            continue
         found = []
-        for name, *methods, rank in comparisons:
-            ours, theirs = (table[name][method][screened_rates(screened, name, method)[rank]] for method in methods)
-            found.append(difference(ours, theirs))
+        for name, *methods in comparisons:
+            found.append(difference(*(table[name][m][rate(table, screened, name, m)] for m in methods)))
         corrected = holm([d.p for d in found])
-        results[title] = [Tested(*c[:3], d, p) for c, d, p in zip(comparisons, found, corrected, strict=True)]
+        results[title] = [Tested(*c, d, p) for c, d, p in zip(comparisons, found, corrected, strict=True)]
     return results
+
+
+def verdict(d: Difference) -> str:
+    """Say what an interval allows to say about our rule: "worse", "not worse" by more than the margin, or neither."""
+    if d.high < 0:
+        return "worse"
+    return "not worse" if d.low > -MARGIN else "undecided"
 
 
 def difference_lines(table: Table, screened: Table) -> list[str]:
@@ -332,24 +355,32 @@ def difference_lines(table: Table, screened: Table) -> list[str]:
         rows = []
         for t in results:
             d = t.difference
-            numbers = [f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{t.p:.4f}", str(d.low > -MARGIN)]
-            rows.append([t.regime, t.method, t.other, *numbers])
-        head = ["regime", "method", "less", "mean", "95% interval of this comparison", "p after Holm", "not worse"]
+            numbers = [f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{t.p:.4f}"]
+            verdicts = [verdict(d)] if title == OURS_AGAINST_BEST else []
+            rows.append([label(t.regime), t.method, t.other, *numbers, *verdicts])
+        head = ["regime", "method", "less", "mean", "95% interval of this comparison", "p after Holm"]
+        head += [f"margin {MARGIN}"] if title == OURS_AGAINST_BEST else []
         lines += [title, "", *markdown(head, rows)]
     return lines
 
 
 def overview_lines(table: Table, screened: Table) -> list[str]:
     """Return Markdown: ppo's accuracy by regime and every difference from it; * where p < 0.05 after Holm."""
-    found = {}
-    for title, results in tested(table, screened).items():
-        if title in (PRIMARY, OTHER_REGIMES):
-            found |= {(t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}" for t in results}
-    accuracies = [mean_accuracy(table[name]["ppo"][screened_rates(screened, name, "ppo")[0]]) for name in table]
+    found = {
+        (t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}"
+        for t in against_ppo(table, screened)
+    }
+    accuracies = [mean_accuracy(table[name]["ppo"][rate(table, screened, name, "ppo")]) for name in table]
     rows = [["`ppo`", *(f"{accuracy:.3f}" for accuracy in accuracies)]]
     for method in tested_methods(table):
         rows.append([f"`{method}`", *(found.get((name, method), "") for name in table)])
     return markdown(["rule", *map(label, table)], rows)
+
+
+def against_ppo(table: Table, screened: Table) -> list[Tested]:
+    """Return the comparisons with ppo in all regimes."""
+    by_family = tested(table, screened)
+    return by_family[PRIMARY] + by_family.get(OTHER_REGIMES, [])
 
 
 def tested_methods(table: Table) -> list[str]:
@@ -374,7 +405,10 @@ def label(name: str) -> str:
 
 
 def draw(table: Table, screened: Table, out: Path):
-    """Draw every method's difference from ppo with its 95% interval: one panel per regime, one line per method."""
+    """Draw every method's difference from ppo with its 95% interval: one panel per regime, one line per method.
+
+    A dot stands for p < 0.05 after Holm.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -383,18 +417,19 @@ def draw(table: Table, screened: Table, out: Path):
     methods = tested_methods(table)
     size = (2 + 2 * len(table), 1 + 0.4 * len(methods))
     figure, panels = plt.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, (name, by_method) in zip(panels[0], table.items(), strict=True):
-        for row, method in enumerate(methods):
-            if method in by_method:
-                pair = [by_method[m][screened_rates(screened, name, m)[0]] for m in (method, "ppo")]
-                d = difference(*pair)
-                panel.plot([d.low, d.high], [row, row], color="C0" if d.low > 0 else "C3" if d.high < 0 else "gray")
-                panel.plot(d.mean, row, "o", color=panel.lines[-1].get_color())
+    results = against_ppo(table, screened)
+    for panel, name in zip(panels[0], table, strict=True):
+        for t in results:
+            if t.regime == name:
+                row, d, color = methods.index(t.method), t.difference, "C0" if t.p < 0.05 else "gray"
+                panel.plot([d.low, d.high], [row, row], color=color)
+                panel.plot(d.mean, row, "o" if t.p < 0.05 else "|", color=color)
         panel.axvline(0, color="black", linewidth=0.8)
         panel.set(title=label(name).replace(", ", "\n"), yticks=range(len(methods)), yticklabels=methods)
         panel.title.set_size("small")
     panels[0][0].invert_yaxis()
-    figure.supxlabel("held-out accuracy less ppo's, with the 95% interval of one comparison", size="small")
+    caption = "held-out accuracy less ppo's, with the 95% interval of one comparison; dot: p < 0.05 after Holm"
+    figure.supxlabel(caption, size="small")
     figure.savefig(out, dpi=110)
     return figure
 
@@ -413,14 +448,21 @@ def main() -> None:
         return
     screened, left_out = outcomes(cells, found, STAGES["screen"])
     if args.stage == "screen":
-        print("\n".join([*screen_lines(screened), *left_out]))
+        print("\n".join([*screen_lines(screened), *ranking_lines(screened), *itertools.chain(*left_out.values())]))
         return
     table, left_out = outcomes(cells, found, STAGES["test"])
+    missing = [*itertools.chain(*left_out.values())]
+    if not table.keys() >= screened.keys() or left_out.keys() & screened.keys():
+        sys.exit("\n".join(["No test before every planned cell of the primary family is there.", *missing]))
+    if left_out:
+        table = {name: table[name] for name in screened}
+        print("The primary family alone is tested: planned cells of the other families are missing.", file=sys.stderr)
     if args.stage == "draw":
         draw(table, screened, args.out)
-        return
-    lines = overview_lines if args.stage == "overview" else difference_lines
-    print("\n".join([*lines(table, screened), *left_out]))
+    elif args.stage == "overview":
+        print("\n".join(overview_lines(table, screened)))
+    else:
+        print("\n".join([*difference_lines(table, screened), "Not tested:", "", *screen_lines(table)]))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Walk:
     max_tokens: int  # maximum response length
     random_moves: float  # share of random moves in the demonstrations
     finetune_steps: int
-    straight: bool = False  # demonstrations go to the goal's row first, then along it
+    straight: float = 0.0  # share of the other moves that go to the goal's row first, then along it
     num_actions: int = 5  # including END
     prompt_tokens: int = 4  # the start's row and column, the goal's row and column
 
@@ -99,7 +99,8 @@ class Walk:
             nearer = ((prompts[:, 2:4] - at)[:, None] * MOVES).sum(2) > 0
             nearer[:, END] = ~nearer.any(1)
             if self.straight:
-                nearer &= nearer.cumsum(1) == 1
+                chosen = torch.rand(len(prompts), 1) < self.straight
+                nearer &= ~chosen | (nearer.cumsum(1) == 1)
             within = ((at[:, None] + MOVES >= 0) & (at[:, None] + MOVES < self.num_values)).all(2)
             within[:, END] = False
             strays = torch.rand(len(prompts), 1) < self.random_moves
@@ -356,7 +357,10 @@ def due(made: list, number: int, run: Run, order: torch.Generator) -> list:
 
 
 def train(run: Run) -> list[dict[str, float]]:
-    """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout."""
+    """Train; return one row of metrics per rollout. Update metrics are means over the updates after that rollout.
+
+    A run whose weights are no longer finite has broken off: from then on its reward and accuracy are 0.
+    """
     task, rule, (prompts, heldout) = TASKS[run.task], clip_rule(run), split_prompts(TASKS[run.task])
     policy, made, table = start_policy(run, task), [], []
     optimizer = torch.optim.AdamW(policy.parameters(), run.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
@@ -370,6 +374,12 @@ def train(run: Run) -> list[dict[str, float]]:
             name, _, value = change.partition("=")
             run = replace(run, **{name: type(getattr(run, name))(value)})
             optimizer.param_groups[0]["lr"] = run.lr
+        in_last_fifth, is_last = number >= run.rollouts - fifth, number + 1 == run.rollouts
+        if not is_finite(policy):
+            ends = ("pass1", "pass16") if is_last else ()
+            table.append(dict.fromkeys(table[-1], nan) | dict.fromkeys(("reward", "heldout", *ends), 0.0))
+            table[-1]["rollout"] = number
+            continue
         chosen = prompts[torch.randint(len(prompts), (run.prompts,), generator=order)]
         rollout = sample(policy, chosen, task, run.samples * (2 if run.wrong else 1))
         row = {"rollout": number, "reward": rollout.rewards.mean()}
@@ -391,10 +401,11 @@ def train(run: Run) -> list[dict[str, float]]:
             chunks = [part for rows in orders for part in rows.chunk(run.updates)]
             updates = [train_on(policy, optimizer, stale, part, rule, run) for part in chunks]
             row |= {name: torch.stack([u[name] for u in updates]).double().nanmean() for name in updates[0]}
-        in_last_fifth, is_last = number >= run.rollouts - fifth, number + 1 == run.rollouts
         if number in checkpoints or in_last_fifth:
             samples = 16 if is_last else ENDPOINT_SAMPLES // fifth if in_last_fifth else 2
-            right = sample(policy, heldout, task, samples, generator=evaluation).rewards.view(-1, samples)
+            right = torch.zeros(len(heldout), samples)
+            if is_finite(policy):
+                right = sample(policy, heldout, task, samples, generator=evaluation).rewards.view(-1, samples)
             row["heldout"] = right.mean()
             if is_last:
                 row |= {"pass1": right.mean(), "pass16": right.amax(1).mean()}
@@ -402,6 +413,11 @@ def train(run: Run) -> list[dict[str, float]]:
         if number % 5 == 0 or number + 1 == run.rollouts:
             print(" ".join(f"{name} {value:.3g}" for name, value in table[-1].items()), flush=True)
     return table
+
+
+def is_finite(policy: Policy) -> bool:
+    """Return whether every weight is a finite number."""
+    return all(bool(parameter.isfinite().all()) for parameter in policy.parameters())
 
 
 def evenly_spaced(rollouts: int) -> list[int]:

@@ -155,20 +155,21 @@ def test_a_detour_is_right_if_it_also_never_enters_the_block(moves, expected):
     assert DETOUR.reward(torch.tensor([[0, 0, 4, 4, 2, 2]]), response).tolist() == [expected]
 
 
-def test_a_detours_start_and_goal_are_outside_the_block_and_its_demonstrations_go_straight_through():
-    small = replace(DETOUR, num_values=5, random_moves=0.0)
+def test_half_of_the_detours_are_blocked_on_the_straight_way_and_no_start_or_goal_is():
+    small = replace(DETOUR, num_values=5, random_moves=0.0, straight=1.0)
     prompts = small.prompts()
     outside = (prompts[:, None, :4].view(-1, 2, 2) - prompts[:, None, 4:]).abs().amax(2) > 1
     assert outside.all() and (prompts[:, :2] != prompts[:, 2:4]).any(1).all()
-    cells = list(itertools.product(range(5), repeat=2))
-    free = [sum(max(abs(r - a), abs(c - b)) > 1 for r, c in cells) for a, b in cells]
-    assert len(prompts) == sum(num * (num - 1) for num in free)
+    assert len(prompts.unique(dim=0)) == len(prompts)
     responses = small.demonstrate(prompts)
     path = prompts[:, None, :2] + walk.MOVES[responses].cumsum(1)
     assert torch.equal(path[:, -1], prompts[:, 2:4])
     rows = (prompts[:, 2] - prompts[:, 0]).abs()  # the goal's row first
     assert all((response[:num] < LEFT).all() for response, num in zip(responses, rows, strict=True))
-    assert 0.4 < small.reward(prompts, responses).mean() < 1
+    rewards = small.reward(prompts, responses)
+    assert torch.equal(rewards == 0, other_tasks.is_straight_blocked(prompts)) and rewards.mean() == 0.5
+    either = replace(small, straight=0.5).demonstrate(prompts)  # some go to the goal's column first
+    assert not torch.equal(either, responses) and 0.5 < small.reward(prompts, either).mean() < 1
 
 
 def test_no_prompt_is_both_trained_on_and_held_out():
@@ -436,6 +437,16 @@ def test_every_method_of_a_seed_has_the_same_prompts_in_the_same_order(tiny, mon
         seen.append([])
         walk.train(replace(tiny, clip=clip, replay=2, lr=0.1))
     assert seen[0] == seen[1] and len(seen[0]) == 10
+
+
+def test_a_run_whose_weights_are_no_longer_finite_counts_as_accuracy_0(tiny):
+    rows = walk.train(replace(tiny, lr=1e38, rollouts=15))
+    assert len(rows) == 15 and rows[0]["reward"] > 0
+    assert [row["heldout"] for row in rows] == [0.0] * 15
+    assert (rows[-1]["pass1"], rows[-1]["pass16"], rows[-1]["rollout"]) == (0, 0, 14)
+    columns = {name: [row.get(name, nan) for row in rows] for name in rows[-1]}
+    assert compare.outcome(columns).accuracy == 0 and compare.outcome(columns).fell
+    assert set(walk.train(replace(tiny, rollouts=15))[-1]) == set(rows[-1])
 
 
 def test_of_selected_samples_reward_and_entropy_are_those_of_all_samples(tiny):
@@ -752,7 +763,7 @@ def test_a_method_that_lacks_a_planned_cell_is_left_out_and_named():
     columns = {"heldout": [0.5] * 15, "reward": [0.3] * 15, "entropy": [1.0] * 15, "pass16": [0.9] * 15}
     table, left_out = compare.outcomes(cells, {"a": columns, "b": columns, "d": columns}, range(200, 205))
     assert {name: [*by_method] for name, by_method in table.items()} == {"walk lag 8": ["ppo"]}
-    assert left_out == ["Left out: topr in walk lag 8, which lacks 1 of 2 cells."]
+    assert left_out == {"walk lag 8": ["Left out: topr in walk lag 8, which lacks 1 of 2 cells."]}
 
 
 def test_differences_are_paired_by_seed_with_the_t_distributions_interval():
@@ -794,43 +805,99 @@ def test_a_rule_that_is_another_one_in_the_papers_regime_takes_its_figures_there
         paper: {"ppo": {1e-4: with_accuracy(0.7)}, "topr": {1e-4: with_accuracy(0.9)}},
     }
     assert compare.ranking(table) == [("ppo", pytest.approx(0.6)), ("stock", pytest.approx(0.55))]
-    assert compare.screened_rates(table, "walk lag 4 epochs 4", "stock") == [1e-4]
-    assert compare.screened_rates(table, "walk lag 4 mixed True", "stock") == [5e-5, 1e-4]
 
 
-def test_every_family_of_comparisons_is_corrected_for_its_own_number():
-    late, paper, mixed = "walk lag 8", "walk lag 0 epochs 4 rollouts 30", "walk lag 4 mixed True"
-    rates = {5e-5: with_accuracy(0.5, 0.7), 1e-4: with_accuracy(0.4, 0.6)}
-    better = {5e-5: with_accuracy(0.6, 0.9), 1e-4: with_accuracy(0.5, 0.6)}
-    by_method = {"ppo": rates, "m2": better, "balanced": {5e-5: with_accuracy(0.63, 0.93), 1e-4: rates[1e-4]}}
-    screened = {late: by_method, paper: by_method}
-    found = compare.families(screened | {mixed: by_method}, screened)
-    methods = [("m2", "ppo"), ("balanced", "ppo")]
-    assert found["primary: less ppo"] == [(name, *pair, 0) for name in (late, paper) for pair in methods]
-    assert found["other regimes: less ppo"] == [(mixed, *pair, 0) for pair in methods]
-    assert found["second rate: less ppo"] == [(name, *pair, 1) for name in (late, paper) for pair in methods]
-    of_ours = [(name, "balanced", "m2", 0) for name in (late, paper, mixed)]
-    assert found["ours: less the best other rule of stage 1"] == of_ours
-    del found, by_method["balanced"][5e-5][1]
-    with pytest.raises(ValueError, match="different seeds"):
-        compare.difference_lines(screened, screened)
+LATE, PAPER, MIXED = "walk lag 8", "walk lag 0 epochs 4 rollouts 30", "walk lag 4 mixed True"
 
 
-def test_the_overview_has_ppos_accuracy_and_a_star_at_each_difference_that_is_significant_after_correction():
-    late, mixed, paper = "walk lag 8", "walk lag 4 mixed True", "walk lag 0 epochs 4 rollouts 30"
-    ppo = {1e-4: with_accuracy(0.5, 0.5, 0.5, 0.5), 5e-5: with_accuracy(0.1, 0.2, 0.3, 0.4)}
-    clear = {1e-4: with_accuracy(0.61, 0.59, 0.62, 0.58), 5e-5: with_accuracy(0.2, 0.2, 0.1, 0.1)}
-    clearer = {1e-4: with_accuracy(0.60, 0.61, 0.59, 0.62), 5e-5: clear[5e-5]}
-    unclear = {1e-4: with_accuracy(0.52, 0.49, 0.53, 0.48), 5e-5: with_accuracy(0.3, 0.2, 0.1, 0.2)}
+@pytest.fixture
+def two_stages():
+    """Return the outcomes of stage 2 in three regimes, and those of stage 1 in two of them."""
+    ppo = {1e-4: with_accuracy(0.5, 0.5, 0.5, 0.5)}
+    clear = {1e-4: with_accuracy(0.61, 0.59, 0.62, 0.58)}
+    clearer = {1e-4: with_accuracy(0.60, 0.61, 0.59, 0.62)}
+    unclear = {1e-4: with_accuracy(0.52, 0.49, 0.53, 0.48)}
     by_method = {"ppo": ppo, "paper": unclear, "balanced": clear}
-    screened = {paper: by_method, late: by_method}
-    head, _, *rows, _ = compare.overview_lines(screened | {mixed: by_method | {"paper": clearer}}, screened)
+    screened = {name: by_method | {"cispo": {1e-4: with_accuracy(0.9, 0.9)}} for name in (PAPER, LATE)}
+    return {PAPER: by_method, LATE: by_method, MIXED: by_method | {"paper": clearer}}, screened
+
+
+def test_every_family_of_comparisons_is_corrected_for_its_own_number(two_stages):
+    table, screened = two_stages
+    found = compare.families(table, screened)
+    methods = [("paper", "ppo"), ("balanced", "ppo")]
+    assert found[compare.PRIMARY] == [(name, *pair) for name in (PAPER, LATE) for pair in methods]
+    assert found[compare.OTHER_REGIMES] == [(MIXED, *pair) for pair in methods]
+    of_ours = [(name, "balanced", "paper") for name in (PAPER, LATE, MIXED)]  # stage 2 does not test cispo
+    assert found[compare.OURS_AGAINST_BEST] == of_ours
+    p_values = {title: [t.p for t in results] for title, results in compare.tested(table, screened).items()}
+    uncorrected = [compare.difference(table[LATE][m][1e-4], table[LATE]["ppo"][1e-4]).p for m in ("paper", "balanced")]
+    assert p_values[compare.PRIMARY] == pytest.approx([min(1, 2 * uncorrected[0]), 4 * uncorrected[1]] * 2)
+    del table[LATE]["balanced"][1e-4][1]
+    with pytest.raises(ValueError, match="different seeds"):
+        compare.difference_lines(table, screened)
+
+
+def test_in_a_regime_of_stage_1_each_method_has_its_own_best_rate_and_elsewhere_all_have_one():
+    rates = {5e-5: with_accuracy(0.5), 1e-4: with_accuracy(0.6)}
+    lower = {5e-5: with_accuracy(0.6), 1e-4: with_accuracy(0.5)}
+    screened = {LATE: {"ppo": rates, "m2": lower}}
+    table = {MIXED: {"ppo": {5e-5: with_accuracy(0.5)}, "m2": {5e-5: with_accuracy(0.5)}}}
+    assert [compare.rate(table, screened, LATE, method) for method in ("ppo", "m2")] == [1e-4, 5e-5]
+    assert compare.rate(table, screened, MIXED, "ppo") == 5e-5
+    table[MIXED]["m2"] = {1e-4: with_accuracy(0.5)}
+    with pytest.raises(ValueError, match="unpack"):
+        compare.rate(table, screened, MIXED, "ppo")
+
+
+def test_our_rule_is_worse_not_worse_or_undecided_by_its_interval():
+    ends = {"worse": (-0.03, -0.001), "not worse": (-0.009, 0.02), "undecided": (-0.011, 0.02)}
+    for name, (low, high) in ends.items():
+        assert compare.verdict(compare.Difference(0.0, low, high, 0.5)) == name
+
+
+def test_two_methods_that_are_equal_do_not_differ():
+    same = with_accuracy(0.5, 0.6)
+    assert compare.difference(same, same) == compare.Difference(0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_overview_has_ppos_accuracy_and_a_star_at_each_difference_that_is_significant_after_correction(two_stages):
+    head, _, *rows, _ = compare.overview_lines(*two_stages)
     assert head == "| rule | 4 epochs | late by 8 | 0 to 4 late |"
     assert rows == [
         "| `ppo` | 0.500 | 0.500 | 0.500 |",
         "| `paper` | +0.005 | +0.005 | +0.105* |",
         "| `balanced` | +0.100* | +0.100* | +0.100* |",
     ]
+
+
+def test_a_family_is_not_tested_before_all_its_cells_are_there(two_stages, monkeypatch, capsys):
+    table, screened = two_stages
+    monkeypatch.setattr(sys, "argv", ["compare.py", "test"])
+
+    def stages(found, left_out):
+        monkeypatch.setattr(
+            compare, "outcomes", lambda cells, _, seeds: (found, left_out) if 210 in seeds else (screened, {})
+        )
+
+    for missing in (LATE, PAPER):
+        stages(table, {missing: ["Left out: m2"]})
+        with pytest.raises(SystemExit, match=r"No test before every planned cell of the primary .*\nLeft out: m2"):
+            compare.main()
+    stages({}, {})
+    with pytest.raises(SystemExit, match="No test before"):
+        compare.main()
+    stages(table, {MIXED: ["Left out: m2"]})
+    compare.main()
+    alone = capsys.readouterr()
+    assert (
+        compare.PRIMARY in alone.out and compare.OURS_AGAINST_BEST not in alone.out and "0 to 4 late" not in alone.out
+    )
+    assert "primary family alone" in alone.err
+    stages(table, {})
+    compare.main()
+    whole = capsys.readouterr().out
+    assert compare.OTHER_REGIMES in whole and compare.OURS_AGAINST_BEST in whole and "0 to 4 late" in whole
 
 
 @pytest.mark.parametrize(
@@ -861,29 +928,26 @@ def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollo
 
 
 def test_mean_bounds_and_eq_8s_share_are_means_over_the_updates_of_a_regime_method_and_rate():
-    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "paper", "seed": 0, "lr": 1e-4}
+    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "paper", "seed": 205, "lr": 1e-4}
     columns = {"lower": [nan, 0.6, 0.7], "upper": [nan, 1.2, 1.4], "share_unclipped": [0.4] * 3, "share": [0.5] * 3}
     columns |= {"eq8_positive": [nan, 0.2, 0.4], "eq8_negative": [nan, 0.4, 0.4]}
-    cells = {"a": cell, "b": cell | {"lr": 1e-5}, "no such columns": cell}
-    *_, row, _, _ = compare.bounds_lines(cells, {"a": columns, "b": columns, "no such columns": {"lower": [0.9]}})
+    cells = {"a": cell, "b": cell | {"lr": 1e-5}, "tested": cell | {"seed": 210}, "unfinished": cell}
+    *_, row, _, _ = compare.bounds_lines(cells, {"a": columns, "b": columns, "tested": {"lower": [0.9]}})
     assert row == "| walk lag 8 | paper | 0.0001 | 0.650 | 1.300 | 0.400 | 0.500 | 0.429 | 3.000 | 1 |"
 
 
-def test_the_picture_has_a_panel_per_regime_with_each_methods_interval(tmp_path):
-    by_method = {
-        "ppo": {1e-4: with_accuracy(0.5, 0.6), 5e-5: with_accuracy(0.1, 0.1)},
-        "m2": {1e-4: with_accuracy(0.7, 0.9)},
-        "paper": {1e-4: with_accuracy(0.4, 0.7)},
-    }
-    table = {"walk lag 8": by_method, "walk lag 0 epochs 4": {"ppo": by_method["ppo"], "paper": by_method["paper"]}}
-    figure = compare.draw(table, table, tmp_path / "study.png")
-    late, paper = figure.axes
-    drawn = {line.get_ydata()[0]: line.get_xdata().mean() for line in late.lines if line.get_marker() == "o"}
-    assert drawn == {0: pytest.approx(0.25), 1: pytest.approx(0.0)}
-    assert [label.get_text() for label in late.get_yticklabels()] == ["m2", "paper"]
-    interval, *_ = paper.lines  # m2 has none
-    d = compare.difference(by_method["paper"][1e-4], by_method["ppo"][1e-4])
-    assert (*interval.get_xdata(), *interval.get_ydata()) == (d.low, d.high, 1, 1)
+def test_the_picture_has_a_panel_per_regime_with_each_methods_interval(tmp_path, two_stages):
+    table, screened = two_stages
+    figure = compare.draw(table, screened, tmp_path / "study.png")
+    first, late, mixed = figure.axes
+    assert [label.get_text() for label in first.get_yticklabels()] == ["paper", "balanced"]
+    for panel, name, markers in ((late, LATE, "|o"), (mixed, MIXED, "oo")):
+        assert [line.get_marker() for line in panel.lines[1::2]] == list(markers)
+        for row, method in enumerate(("paper", "balanced")):
+            d = compare.difference(table[name][method][1e-4], table[name]["ppo"][1e-4])
+            interval, dot = panel.lines[2 * row : 2 * row + 2]
+            assert (*interval.get_xdata(), *interval.get_ydata()) == (d.low, d.high, row, row)
+            assert (*dot.get_xdata(), *dot.get_ydata()) == (d.mean, row)
     assert (tmp_path / "study.png").stat().st_size > 0
 
 
