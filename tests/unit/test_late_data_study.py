@@ -286,9 +286,9 @@ def test_rollout_prob_weighs_tokens_in_the_search_alone(policy, stale):
     rows = torch.arange(20)
     ratio, advantages = ratios(policy, stale, rows)
     probs = stale.log_probs[rows][walk.token_mask(stale.responses[rows])].exp()
-    run = walk.Run(clip="readme", target=0.6, token_weight="rollout_prob")
-    bounds = find_clip_bounds(ratio, advantages, probs, walk.clip_rule(run).config)
-    assert bounds != find_clip_bounds(ratio, advantages, torch.ones_like(ratio), walk.clip_rule(run).config)
+    run = walk.Run(clip="readme", target=0.4, token_weight="rollout_prob")
+    bounds, *others = (find_clip_bounds(ratio, advantages, probs**n, walk.clip_rule(run).config) for n in (1, 0, 2))
+    assert all((bounds.lower, bounds.upper) != (other.lower, other.upper) for other in others)
     gradient = reference_gradient(policy, stale, rows, float(bounds.lower), float(bounds.upper), 0.0)
     metrics, moved = update(policy, stale, rows, run)
     assert (metrics["lower"], metrics["upper"]) == (bounds.lower, bounds.upper)
@@ -845,6 +845,8 @@ def test_in_a_regime_of_stage_1_each_method_has_its_own_best_rate_and_elsewhere_
     table = {MIXED: {"ppo": {5e-5: with_accuracy(0.5)}, "m2": {5e-5: with_accuracy(0.5)}}}
     assert [compare.rate(table, screened, LATE, method) for method in ("ppo", "m2")] == [1e-4, 5e-5]
     assert compare.rate(table, screened, MIXED, "ppo") == 5e-5
+    worse = {5e-5: with_accuracy(0.55), 1e-4: with_accuracy(0.54)}
+    assert compare.best_other(screened | {LATE: {"m2": lower, "paper": worse}}, MIXED, {"m2", "paper"}) == "m2"
     table[MIXED]["m2"] = {1e-4: with_accuracy(0.5)}
     with pytest.raises(ValueError, match="unpack"):
         compare.rate(table, screened, MIXED, "ppo")
@@ -912,6 +914,14 @@ def test_a_family_is_not_tested_before_all_its_cells_are_there(two_stages, monke
 )
 def test_a_regime_has_a_readable_label(name, label):
     assert compare.label(name) == label
+
+
+def test_a_regimes_name_does_not_depend_on_the_order_of_its_settings():
+    cell = {"task": "walk", "lag": 0}
+    assert {
+        compare.regime(cell | {"regime": dict(pairs)})
+        for pairs in itertools.permutations([("epochs", 4), ("rollouts", 30)])
+    } == {PAPER}
 
 
 def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollout():
