@@ -89,23 +89,35 @@ def entropy_correlation(columns: Columns, window: int) -> float:
 
 
 def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
-    """Return Markdown: by regime and method the correlation, and the mean part of each quadrant, over all cells."""
-    by_regime: dict[str, dict[str, list[Columns]]] = defaultdict(lambda: defaultdict(list))
+    """Return Markdown: by stage, regime and method the correlation and the mean part of each quadrant, over all cells.
+
+    Below each table is the correlation of the two means over its methods, without those that ran in fewer cells.
+    """
+    tables: dict[tuple[str, str], dict[str, list[Columns]]] = defaultdict(lambda: defaultdict(list))
     for name, cell in cells.items():
-        if name in found and "entropy/predicted_change" in found[name]:
-            by_regime[regime(cell)][cell["method"]].append(found[name])
+        for stage, seeds in STAGES.items():
+            if cell["seed"] in seeds and name in found:
+                tables[stage, regime(cell)][cell["method"]].append(found[name])
     lines = []
-    for name, by_method in by_regime.items():
-        rows = []
+    for (stage, name), by_method in tables.items():
+        rows, means = [], []
+        most = max(map(len, by_method.values()))
         for method, runs in by_method.items():
             correlations = [[entropy_correlation(run, window) for run in runs] for window in (1, WINDOW)]
             numbers = [fmean((run["entropy"][-1] - run["entropy"][0]) / (len(run["entropy"]) - 1) for run in runs)]
             for part in ("predicted_change", *PARTS):
                 numbers.append(fmean(value for run in runs for value in run[f"entropy/{part}"] if value == value))
             rows.append([method, *map(mean_and_error, correlations), *(f"{number:+.4f}" for number in numbers)])
+            if len(runs) == most:
+                means.append(numbers[:2])
         head = ["method", "correlation per rollout", f"per {WINDOW} rollouts", "measured", "predicted", *PARTS]
-        title = f"{name}: change of entropy, measured per rollout, predicted per update and unit of learning rate"
-        lines += [title, "", *markdown(head, rows)]
+        lines += [f"{stage}, {label(name)}", "", *markdown(head, rows)]
+        if len(means) > 2:
+            across = correlation(*zip(*means, strict=True))
+            lines += [
+                f"Over {len(means)} methods the mean measured and predicted changes correlate at {across:.2f}.",
+                "",
+            ]
     return lines
 
 

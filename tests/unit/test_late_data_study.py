@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import os
 import re
+import statistics
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -932,9 +933,28 @@ def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollo
     assert pairs == [pytest.approx((0.2, 0.1)), pytest.approx((1.0, 0.5))]
     assert compare.entropy_correlation(columns, 1) == pytest.approx(1)
     columns |= {f"entropy/{part}": [nan, *[0.25] * 12] for part in compare.PARTS} | {"reward": [0.1]}
-    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 0, "lr": 1e-4}
-    *_, row, _ = compare.entropy_lines({"a": cell, "b": cell, "c": cell}, {"a": columns, "b": columns})
-    assert row.startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in row
+    cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 200, "lr": 1e-4}
+    lines = compare.entropy_lines({"a": cell, "b": cell, "c": cell}, {"a": columns, "b": columns})
+    assert lines[0] == "screen, late by 8" and len(lines) == 6
+    assert (
+        lines[4].startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in lines[4]
+    )
+
+
+def test_over_methods_mean_predicted_and_measured_changes_of_entropy_correlate():
+    cells, found = {}, {}
+    for method, change in {"ppo": 0.1, "m2": 0.2, "paper": 0.4, "cispo": 9.0}.items():
+        for seed in (200, 201)[: 1 if method == "cispo" else 2]:
+            name = f"{method}{seed}"
+            cells[name] = {"task": "walk", "lag": 8, "regime": {}, "method": method, "seed": seed, "lr": 1e-4}
+            noise = [0.3, -0.2, 0.1, 0.4, -0.5, 0.2, 0.1, -0.3, 0.2, -0.3]
+            entropy = [1 + change * n + sum(noise[:n]) for n in range(11)]
+            predicted = [(2 if method == "m2" else 1) * change + value for value in noise]
+            found[name] = {"entropy": entropy, "entropy/predicted_change": [*predicted, nan], "reward": [0.1]}
+            found[name] |= {f"entropy/{part}": [0.25] * 11 for part in compare.PARTS}
+    expected = statistics.correlation([0.1, 0.2, 0.4], [0.1, 0.4, 0.4])
+    line = f"Over 3 methods the mean measured and predicted changes correlate at {expected:.2f}."
+    assert compare.entropy_lines(cells, found)[-2] == line
 
 
 def test_mean_bounds_and_eq_8s_share_are_means_over_the_updates_of_a_regime_method_and_rate():
