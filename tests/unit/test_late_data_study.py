@@ -635,6 +635,11 @@ def test_add_copies_each_finished_cell_of_the_study_into_the_results_once_and_wi
     assert not list(tmp_path.glob("*.part"))
 
 
+def screening() -> tuple[dict[str, dict], dict]:
+    """Return the cells of the protocol and those that have a result."""
+    return study.read_cells(FOLDER / "protocol.toml", "*"), study.read_parquet(FOLDER / "protocol.parquet")
+
+
 def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results():
     """Each is a method's reward in one setting or the difference of two methods, over the seeds in brackets or 3."""
     reported_by = set()
@@ -644,11 +649,24 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
         groups = [[run["reward"] for run in runs.values()] for runs in of_method]
         groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
         reported_by |= {study.mean_and_error(group) for group in groups}
+    screened, _ = compare.outcomes(*screening(), compare.STAGES["screen"])
+    for runs in (runs for by_method in screened.values() for by_lr in by_method.values() for runs in by_lr.values()):
+        accuracy = study.mean_and_error([outcome.accuracy for outcome in runs.values()])
+        reported_by |= {accuracy, accuracy.replace("(5)", "(3)")}  # the page's table names its 5 seeds above
     pages = REPOSITORY / "docs" / "study.md", FOLDER / "DETAILS.md"
     text = " ".join(" ".join(page.read_text() for page in pages).split())
     reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
     assert len(reported) > 100
     assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
+
+
+@pytest.mark.parametrize("stage", ["screen", "entropy"])
+def test_the_page_of_stage_1_has_the_tables_that_the_command_prints(stage, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["compare.py", stage, "--runs", str(tmp_path)])
+    compare.main()
+    printed = capsys.readouterr().out.strip()
+    assert "Left out" not in printed and len(printed) > 1000
+    assert printed in (FOLDER / "SCREENING.md").read_text()
 
 
 def test_the_results_are_the_cells_of_the_study():
