@@ -272,7 +272,7 @@ def screen_lines(table: Table) -> list[str]:
             cells = [mean_and_error([o.accuracy for o in by_method[method].get(rate, {}).values()]) for rate in rates]
             rows.append([method, *cells, *(f"{value:.3f}" for value in details), str(fell)])
         head = ["method", *(f"{rate:g}" for rate in rates), "area", "entropy", "pass@16", "runs that fell"]
-        lines += [f"{name}: held-out accuracy, mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
+        lines += [f"{label(name)}: held-out accuracy, mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
     return lines
 
 
@@ -448,7 +448,7 @@ def draw(table: Table, screened: Table, out: Path):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=[*STAGES, "overview", "entropy", "bounds", "draw"])
+    parser.add_argument("stage", choices=["screen", "test", "overview", "entropy", "bounds", "draw"])
     parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/protocol"), help="default: %(default)s")
