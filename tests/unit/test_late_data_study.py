@@ -835,7 +835,7 @@ def two_stages():
     ppo = {1e-4: with_accuracy(0.5, 0.5, 0.5, 0.5)}
     clear = {1e-4: with_accuracy(0.61, 0.59, 0.62, 0.58)}
     clearer = {1e-4: with_accuracy(0.60, 0.61, 0.59, 0.62)}
-    unclear = {1e-4: with_accuracy(0.52, 0.49, 0.53, 0.48)}
+    unclear = {1e-4: with_accuracy(0.52, 0.51, 0.53, 0.54)}  # p is 0.03, and 0.06 after Holm
     by_method = {"ppo": ppo, "paper": unclear, "balanced": clear}
     screened = {name: by_method | {"cispo": {1e-4: with_accuracy(0.9, 0.9)}} for name in (PAPER, LATE)}
     return {PAPER: by_method, LATE: by_method, MIXED: by_method | {"paper": clearer}}, screened
@@ -887,7 +887,7 @@ def test_the_overview_has_ppos_accuracy_and_a_star_at_each_difference_that_is_si
     assert head == "| rule | 4 epochs | late by 8 | 0 to 4 late |"
     assert rows == [
         "| `ppo` | 0.500 | 0.500 | 0.500 |",
-        "| `paper` | +0.005 | +0.005 | +0.105* |",
+        "| `paper` | +0.025 | +0.025 | +0.105* |",
         "| `balanced` | +0.100* | +0.100* | +0.100* |",
     ]
 
