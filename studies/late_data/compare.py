@@ -5,7 +5,9 @@ python studies/late_data/compare.py test     # stage 2: differences from ppo wit
 python studies/late_data/compare.py overview # stage 2: rules by regimes, one number each
 python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's prediction beside the measured change of entropy
 python studies/late_data/compare.py bounds   # mean bounds, and the positive share as Eq. 8 writes it
-python studies/late_data/compare.py draw --out study.png  # stage 2: every difference from ppo with its interval
+python studies/late_data/compare.py pipeline # the rules that ran through OpenRLHF's pipeline, described
+python studies/late_data/compare.py draw     # stage 2: every difference from ppo with its interval, as a picture
+python studies/late_data/compare.py pages    # writes these tables into the pages that show them, and the picture
 
 They read finished cells from --results and --runs. `screen` leaves out, and names, every method that lacks a planned
 cell of its regime. A family of stage 2 is not tested before all its cells are there.
@@ -13,6 +15,7 @@ cell of its regime. A family of stage 2 is not tested before all its cells are t
 
 import argparse
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection
@@ -25,8 +28,15 @@ from scipy import stats
 from study import HERE, Columns, markdown, mean_and_error, read_cells, read_results
 from walk import evenly_spaced
 
-STAGES = {"screen": range(200, 205), "bounds": range(205, 208), "test": range(210, 220)}
+STAGES = {
+    "screen": range(200, 205),
+    "bounds": range(205, 208),
+    "test": range(210, 220),
+    "pipeline": range(220, 225),
+}
 ALWAYS_TESTED = ("ppo", "stock_is", "paper")
+PAGES = [HERE / name for name in ("SCREENING.md", "ENTROPY.md")]
+PICTURE = HERE.parents[1] / "docs" / "pictures" / "study.png"
 OURS = ("steady", "balanced", "balanced_steady")
 PRIMARY, OTHER_REGIMES = "primary: less ppo", "other regimes: less ppo"
 OURS_AGAINST_BEST = "ours: less the best other rule of stage 1"
@@ -96,7 +106,7 @@ def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str
     tables: dict[tuple[str, str], dict[str, list[Columns]]] = defaultdict(lambda: defaultdict(list))
     for name, cell in cells.items():
         for stage, seeds in STAGES.items():
-            if cell["seed"] in seeds and name in found:
+            if cell["seed"] in seeds and "entropy/predicted_change" in found.get(name, {}):
                 tables[stage, regime(cell)][cell["method"]].append(found[name])
     lines = []
     for (stage, name), by_method in tables.items():
@@ -276,6 +286,46 @@ def screen_lines(table: Table) -> list[str]:
     return lines
 
 
+def pairs_lines(table: Table) -> list[str]:
+    """Return Markdown: differences from ppo at the same rate and seed, of accuracy and of entropy."""
+    lines = []
+    for name, by_method in table.items():
+        rates = sorted(by_method["ppo"])
+        rows = []
+        for method in by_method:
+            pairs = []
+            for rate in rates:
+                ours, theirs = by_method[method].get(rate, {}), by_method["ppo"][rate]
+                for key in ("accuracy", "entropy") if ours.keys() == theirs.keys() else ():
+                    pairs.append(mean_and_error([getattr(ours[s], key) - getattr(theirs[s], key) for s in ours]))
+            if method != "ppo" and len(pairs) == 2 * len(rates):
+                rows.append([method, *pairs])
+        head = ["method", *(f"{key}, {rate:g}" for rate in rates for key in ("accuracy", "entropy"))]
+        lines += [
+            f"{label(name)}: less ppo at the same rate, mean \u00b1 standard error (seeds)",
+            "",
+            *markdown(head, rows),
+        ]
+    return lines
+
+
+def pipeline_lines(table: Table) -> list[str]:
+    """Return Markdown: one table per regime of the rules that ran through the pipeline, each at one rate."""
+    lines = []
+    for name, by_method in table.items():
+        ran = {method: by_rate[best_rates(by_rate)[0]] for method, by_rate in by_method.items()}
+        rows = []
+        for method in sorted(ran, key=lambda m: -mean_accuracy(ran[m])):
+            ours, theirs = ran[method], ran["ppo"]
+            less = [ours[seed].accuracy - theirs[seed].accuracy for seed in ours.keys() & theirs.keys()]
+            numbers = [mean_and_error([o.accuracy for o in ours.values()]), mean_and_error(less)]
+            entropy = f"{fmean(o.entropy for o in ours.values()):.3f}"
+            rows.append([method, f"{best_rates(by_method[method])[0]:g}", *numbers, entropy])
+        head = ["method", "rate", "held-out accuracy", "less ppo, by seed", "entropy"]
+        lines += [f"{label(name)}: mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
+    return lines
+
+
 def ranking_lines(table: Table) -> list[str]:
     """Return Markdown: the ranking of stage 1, and which rules stage 2 tests."""
     ranked = ranking(table)
@@ -427,10 +477,14 @@ def draw(table: Table, screened: Table, out: Path):
     import matplotlib.pyplot as plt
 
     methods = tested_methods(table)
-    size = (2 + 2 * len(table), 1 + 0.4 * len(methods))
-    figure, panels = plt.subplots(1, len(table), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    columns = min(len(table), 5)
+    rows = -(-len(table) // columns)
+    size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
+    figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
     results = against_ppo(table, screened)
-    for panel, name in zip(panels[0], table, strict=True):
+    for panel in panels.flat[len(table) :]:
+        panel.remove()
+    for panel, name in zip(panels.flat, table, strict=False):
         for t in results:
             if t.regime == name:
                 row, d, color = methods.index(t.method), t.difference, "C0" if t.p < 0.05 else "gray"
@@ -439,42 +493,76 @@ def draw(table: Table, screened: Table, out: Path):
         panel.axvline(0, color="black", linewidth=0.8)
         panel.set(title=label(name).replace(", ", "\n"), yticks=range(len(methods)), yticklabels=methods)
         panel.title.set_size("small")
-    panels[0][0].invert_yaxis()
+    panels.flat[0].invert_yaxis()
     caption = "held-out accuracy less ppo's, with the 95% interval of one comparison; dot: p < 0.05 after Holm"
     figure.supxlabel(caption, size="small")
     figure.savefig(out, dpi=110)
     return figure
 
 
+def families_that_are_there(cells: dict[str, dict], found: dict[str, Columns]) -> tuple[Table, Table, Table]:
+    """Return the outcomes that are tested, those of stage 1, and those of stage 2's regimes that lack no cell.
+
+    Without the primary family the program ends. The other families are tested when no cell of theirs is missing.
+    """
+    screened, _ = outcomes(cells, found, STAGES["screen"])
+    table, left_out = outcomes(cells, found, STAGES["test"])
+    if not table.keys() >= screened.keys() or left_out.keys() & screened.keys():
+        missing = itertools.chain(*left_out.values())
+        sys.exit("\n".join(["No test before every planned cell of the primary family is there.", *missing]))
+    whole = {name: by_method for name, by_method in table.items() if name not in left_out}
+    if left_out:
+        print("The primary family alone is tested: planned cells of the other families are missing.", file=sys.stderr)
+    return {name: whole[name] for name in whole if not left_out or name in screened}, screened, whole
+
+
+def stage_lines(stage: str, cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
+    """Return what a command prints."""
+    if stage in ("entropy", "bounds"):
+        return (entropy_lines if stage == "entropy" else bounds_lines)(cells, found)
+    if stage in ("screen", "pipeline"):
+        table, left_out = outcomes(cells, found, STAGES[stage])
+        lines = (
+            [*screen_lines(table), *pairs_lines(table), *ranking_lines(table)]
+            if stage == "screen"
+            else pipeline_lines(table)
+        )
+        return [*lines, *itertools.chain(*left_out.values())]
+    table, screened, whole = families_that_are_there(cells, found)
+    if stage == "overview":
+        return overview_lines(table, screened)
+    return [*difference_lines(table, screened), "Not tested:", "", *screen_lines(whole)]
+
+
+MARKED = re.compile(r"(?<=<!-- compare.py )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+
+
+def with_tables(page: str, cells: dict[str, dict], found: dict[str, Columns]) -> str:
+    """Return a page whose tables, each between <!-- compare.py STAGE --> and <!-- end -->, are those of the cells."""
+
+    def table(marked: re.Match) -> str:
+        return "\n".join([f"{marked[1]} -->", "", *stage_lines(marked[1], cells, found)]).rstrip() + "\n\n"
+
+    return MARKED.sub(table, page)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["screen", "test", "overview", "entropy", "bounds", "draw"])
+    stages = ["screen", "test", "overview", "entropy", "bounds", "pipeline", "draw", "pages"]
+    parser.add_argument("stage", choices=stages)
     parser.add_argument("--study", type=Path, default=HERE / "protocol.toml", help="the cells (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "protocol.parquet", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/protocol"), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("study.png"), help="draw: the picture (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=PICTURE, help="draw, pages: the picture (default: %(default)s)")
     args = parser.parse_args()
     cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
-    if args.stage in ("entropy", "bounds"):
-        print("\n".join((entropy_lines if args.stage == "entropy" else bounds_lines)(cells, found)))
-        return
-    screened, left_out = outcomes(cells, found, STAGES["screen"])
-    if args.stage == "screen":
-        print("\n".join([*screen_lines(screened), *ranking_lines(screened), *itertools.chain(*left_out.values())]))
-        return
-    table, left_out = outcomes(cells, found, STAGES["test"])
-    missing = [*itertools.chain(*left_out.values())]
-    if not table.keys() >= screened.keys() or left_out.keys() & screened.keys():
-        sys.exit("\n".join(["No test before every planned cell of the primary family is there.", *missing]))
-    if left_out:
-        table = {name: table[name] for name in screened}
-        print("The primary family alone is tested: planned cells of the other families are missing.", file=sys.stderr)
-    if args.stage == "draw":
+    if args.stage in ("draw", "pages"):
+        table, screened, _ = families_that_are_there(cells, found)
         draw(table, screened, args.out)
-    elif args.stage == "overview":
-        print("\n".join(overview_lines(table, screened)))
     else:
-        print("\n".join([*difference_lines(table, screened), "Not tested:", "", *screen_lines(table)]))
+        print("\n".join(stage_lines(args.stage, cells, found)))
+    for page in PAGES if args.stage == "pages" else ():
+        page.write_text(with_tables(page.read_text(), cells, found))
 
 
 if __name__ == "__main__":

@@ -653,6 +653,8 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
     for runs in (runs for by_method in screened.values() for by_lr in by_method.values() for runs in by_lr.values()):
         accuracy = study.mean_and_error([outcome.accuracy for outcome in runs.values()])
         reported_by |= {accuracy, accuracy.replace("(5)", "(3)")}  # the page's table names its 5 seeds above
+    pairs = [line for line in compare.pairs_lines(screened) if line.startswith("| ")]
+    reported_by |= {cell for line in pairs for cell in line.strip("| ").split(" | ")}
     pages = REPOSITORY / "docs" / "study.md", FOLDER / "DETAILS.md"
     text = " ".join(" ".join(page.read_text() for page in pages).split())
     reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
@@ -660,13 +662,24 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
     assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
 
 
-@pytest.mark.parametrize("stage", ["screen", "entropy"])
-def test_the_page_of_stage_1_has_the_tables_that_the_command_prints(stage, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["compare.py", stage, "--runs", str(tmp_path)])
-    compare.main()
-    printed = capsys.readouterr().out.strip()
-    assert "Left out" not in printed and len(printed) > 1000
-    assert printed in (FOLDER / "SCREENING.md").read_text()
+@pytest.mark.parametrize("page", compare.PAGES, ids=lambda page: page.name)
+def test_the_pages_of_the_comparison_have_the_tables_that_the_command_writes(page):
+    text = page.read_text()
+    assert compare.MARKED.search(text)
+    assert "Left out" not in text
+    assert compare.with_tables(text, *screening()) == text
+
+
+def test_a_table_is_written_between_its_marks_alone(monkeypatch):
+    monkeypatch.setattr(compare, "stage_lines", lambda stage, *_: [f"{stage}, again", ""])
+    page = (
+        "before\n<!-- compare.py {0} -->\n{1}\n<!-- end -->\nbetween\n<!-- compare.py {2} -->\n\n<!-- end -->\nafter\n"
+    )
+    written = compare.with_tables(page.format("screen", "old\n\nold", "test", ""), {}, {})
+    assert written == page.format("screen", "\nscreen, again\n", "test", "").replace(
+        "test -->\n\n<!--", "test -->\n\ntest, again\n\n<!--"
+    )
+    assert compare.with_tables(written, {}, {}) == written
 
 
 def test_the_results_are_the_cells_of_the_study():
@@ -982,6 +995,39 @@ def test_mean_bounds_and_eq_8s_share_are_means_over_the_updates_of_a_regime_meth
     cells = {"a": cell, "b": cell | {"lr": 1e-5}, "tested": cell | {"seed": 210}, "unfinished": cell}
     *_, row, _, _ = compare.bounds_lines(cells, {"a": columns, "b": columns, "tested": {"lower": [0.9]}})
     assert row == "| walk lag 8 | paper | 0.0001 | 0.650 | 1.300 | 0.400 | 0.500 | 0.429 | 3.000 | 1 |"
+
+
+def test_pairs_are_differences_from_ppo_at_the_same_rate_of_the_methods_with_the_same_seeds():
+    table = {
+        LATE: {
+            "ppo": {1e-4: with_accuracy(0.5, 0.7), 5e-5: with_accuracy(0.6, 0.6)},
+            "paper": {1e-4: with_accuracy(0.6, 0.7), 5e-5: with_accuracy(0.8, 0.7)},
+            "dis": {1e-4: with_accuracy(0.6), 5e-5: with_accuracy(0.8)},
+        }
+    }
+    title, _, head, _, *rows, _ = compare.pairs_lines(table)
+    assert title == "late by 8: less ppo at the same rate, mean \u00b1 standard error (seeds)"
+    assert head == "| method | accuracy, 5e-05 | entropy, 5e-05 | accuracy, 0.0001 | entropy, 0.0001 |"
+    same = "0.000 \u00b1 0.000 (2)"
+    assert rows == [f"| paper | 0.150 \u00b1 0.050 (2) | {same} | 0.050 \u00b1 0.050 (2) | {same} |"]
+
+
+def test_through_the_pipeline_every_rule_is_described_by_its_mean_and_its_difference_from_ppo():
+    table = {
+        "pipeline lag 8": {
+            "ppo": {1e-4: with_accuracy(0.5, 0.7)},
+            "paper": {1e-4: with_accuracy(0.6, 0.7)},
+            "balanced": {5e-5: with_accuracy(0.9, 0.9)},
+        }
+    }
+    assert [line for line in compare.pipeline_lines(table) if line] == [
+        "pipeline, late by 8: mean \u00b1 standard error (seeds)",
+        "| method | rate | held-out accuracy | less ppo, by seed | entropy |",
+        "| --- | --- | --- | --- | --- |",
+        "| balanced | 5e-05 | 0.900 \u00b1 0.000 (2) | 0.300 \u00b1 0.100 (2) | 0.500 |",
+        "| paper | 0.0001 | 0.650 \u00b1 0.050 (2) | 0.050 \u00b1 0.050 (2) | 0.500 |",
+        "| ppo | 0.0001 | 0.600 \u00b1 0.100 (2) | 0.000 \u00b1 0.000 (2) | 0.500 |",
+    ]
 
 
 def test_the_picture_has_a_panel_per_regime_with_each_methods_interval(tmp_path, two_stages):
