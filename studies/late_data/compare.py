@@ -313,14 +313,12 @@ def pipeline_lines(table: Table) -> list[str]:
     """Return Markdown: one table per regime of the rules that ran through the pipeline, each at one rate."""
     lines = []
     for name, by_method in table.items():
-        ran = {method: by_rate[best_rates(by_rate)[0]] for method, by_rate in by_method.items()}
         rows = []
-        for method in sorted(ran, key=lambda m: -mean_accuracy(ran[m])):
-            ours, theirs = ran[method], ran["ppo"]
+        for method in sorted(by_method, key=lambda m: -max(map(mean_accuracy, by_method[m].values()))):
+            ((rate, ours),), ((_, theirs),) = (by_method[m].items() for m in (method, "ppo"))
             less = [ours[seed].accuracy - theirs[seed].accuracy for seed in ours.keys() & theirs.keys()]
             numbers = [mean_and_error([o.accuracy for o in ours.values()]), mean_and_error(less)]
-            entropy = f"{fmean(o.entropy for o in ours.values()):.3f}"
-            rows.append([method, f"{best_rates(by_method[method])[0]:g}", *numbers, entropy])
+            rows.append([method, f"{rate:g}", *numbers, f"{fmean(o.entropy for o in ours.values()):.3f}"])
         head = ["method", "rate", "held-out accuracy", "less ppo, by seed", "entropy"]
         lines += [f"{label(name)}: mean \u00b1 standard error (seeds)", "", *markdown(head, rows)]
     return lines

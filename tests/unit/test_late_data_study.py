@@ -928,6 +928,10 @@ def test_a_family_is_not_tested_before_all_its_cells_are_there(two_stages, monke
         compare.PRIMARY in alone.out and compare.OURS_AGAINST_BEST not in alone.out and "0 to 4 late" not in alone.out
     )
     assert "primary family alone" in alone.err
+    stages(table | {"walk lag 0 replay 8": table[MIXED]}, {MIXED: ["Left out: m2"]})
+    compare.main()
+    tested, described = capsys.readouterr().out.split("Not tested:")
+    assert "replay" not in tested and "replay" in described and "0 to 4 late" not in described
     stages(table, {})
     compare.main()
     whole = capsys.readouterr().out
@@ -965,7 +969,8 @@ def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollo
     assert compare.entropy_correlation(columns, 1) == pytest.approx(1)
     columns |= {f"entropy/{part}": [nan, *[0.25] * 12] for part in compare.PARTS} | {"reward": [0.1]}
     cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 200, "lr": 1e-4}
-    lines = compare.entropy_lines({"a": cell, "b": cell, "c": cell}, {"a": columns, "b": columns})
+    cells = {"a": cell, "b": cell, "unfinished": cell, "pipeline": cell | {"method": "paper"}}
+    lines = compare.entropy_lines(cells, {"a": columns, "b": columns, "pipeline": {"entropy": entropy}})
     assert lines[0] == "screen, late by 8" and len(lines) == 6
     assert (
         lines[4].startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in lines[4]
