@@ -35,7 +35,7 @@ STAGES = {
     "pipeline": range(220, 225),
 }
 ALWAYS_TESTED = ("ppo", "stock_is", "paper")
-PAGES = [HERE / name for name in ("SCREENING.md", "ENTROPY.md")]
+PAGES = [HERE / name for name in ("SCREENING.md", "TEST.md", "ENTROPY.md")] + [HERE.parents[1] / "docs" / "study.md"]
 PICTURE = HERE.parents[1] / "docs" / "pictures" / "study.png"
 OURS = ("steady", "balanced", "balanced_steady")
 PRIMARY, OTHER_REGIMES = "primary: less ppo", "other regimes: less ppo"
@@ -146,7 +146,7 @@ def bounds_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]
         keys = ("lower", "upper", "share_unclipped", "share", "eq8_positive", "eq8_negative")
         *means, p, n = [fmean(v for run in runs for v in run.get(key, [nan]) if v == v) for key in keys]
         numbers = [f"{value:.3f}" for value in (*means, p / (p + n), p / abs(p - n))]
-        rows.append([name, method, f"{rate:g}", *numbers, str(len(runs))])
+        rows.append([label(name), method, f"{rate:g}", *numbers, str(len(runs))])
     head = ["regime", "method", "rate", "lower", "upper", "share without bounds", "within bounds"]
     return markdown([*head, "Eq. 8: P / (P + N)", "P / abs(P - N)", "seeds"], rows)
 
@@ -415,7 +415,7 @@ def difference_lines(table: Table, screened: Table) -> list[str]:
         rows = []
         for t in results:
             d = t.difference
-            numbers = [f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", f"{t.p:.4f}"]
+            numbers = [f"{d.mean:+.3f}", f"[{d.low:+.3f}, {d.high:+.3f}]", "< 0.0001" if t.p < 1e-4 else f"{t.p:.4f}"]
             verdicts = [verdict(d)] if title == OURS_AGAINST_BEST else []
             rows.append([label(t.regime), t.method, t.other, *numbers, *verdicts])
         head = ["regime", "method", "less", "mean", "95% interval of this comparison", "p after Holm"]
@@ -433,7 +433,8 @@ def overview_lines(table: Table, screened: Table) -> list[str]:
     accuracies = [mean_accuracy(table[name]["ppo"][rate(table, screened, name, "ppo")]) for name in table]
     rows = [["`ppo`", *(f"{accuracy:.3f}" for accuracy in accuracies)]]
     for method in tested_methods(table):
-        rows.append([f"`{method}`", *(found.get((name, method), "") for name in table)])
+        same = f"as `{SAME_AS_IN_REGIME_A.get(method)}`"
+        rows.append([f"`{method}`", *(found.get((name, method), same) for name in table)])
     return markdown(["rule", *map(label, table)], rows)
 
 
@@ -478,7 +479,7 @@ def draw(table: Table, screened: Table, out: Path):
     columns = min(len(table), 5)
     rows = -(-len(table) // columns)
     size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
-    figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
     results = against_ppo(table, screened)
     for panel in panels.flat[len(table) :]:
         panel.remove()

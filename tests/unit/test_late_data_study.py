@@ -662,6 +662,13 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
     assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
 
 
+def test_every_other_number_of_the_page_stands_on_a_page_of_the_folder():
+    number = re.compile(r"(?<![\w.])[-+]?\d\.\d{2,}")
+    page, *details = (path.read_text() for path in (REPOSITORY / "docs" / "study.md", *sorted(FOLDER.glob("*.md"))))
+    found = {value.lstrip("+") for text in details for value in number.findall(text)}
+    assert {value.lstrip("+") for value in number.findall(page)} <= found
+
+
 @pytest.mark.parametrize("page", compare.PAGES, ids=lambda page: page.name)
 def test_the_pages_of_the_comparison_have_the_tables_that_the_command_writes(page):
     text = page.read_text()
@@ -896,12 +903,17 @@ def test_two_methods_that_are_equal_do_not_differ():
 
 
 def test_the_overview_has_ppos_accuracy_and_a_star_at_each_difference_that_is_significant_after_correction(two_stages):
-    head, _, *rows, _ = compare.overview_lines(*two_stages)
+    table, screened = two_stages
+    table[LATE] = table[LATE] | {"stock_is": table[LATE]["balanced"]}
+    table[MIXED] = table[MIXED] | {"stock_is": table[MIXED]["balanced"]}
+    screened[LATE] = screened[LATE] | {"stock_is": table[LATE]["balanced"]}
+    head, _, *rows, _ = compare.overview_lines(table, screened)
     assert head == "| rule | 4 epochs | late by 8 | 0 to 4 late |"
     assert rows == [
         "| `ppo` | 0.500 | 0.500 | 0.500 |",
         "| `paper` | +0.025 | +0.025 | +0.105* |",
         "| `balanced` | +0.100* | +0.100* | +0.100* |",
+        "| `stock_is` | as `ppo` | +0.100* | +0.100* |",
     ]
 
 
@@ -999,7 +1011,7 @@ def test_mean_bounds_and_eq_8s_share_are_means_over_the_updates_of_a_regime_meth
     columns |= {"eq8_positive": [nan, 0.2, 0.4], "eq8_negative": [nan, 0.4, 0.4]}
     cells = {"a": cell, "b": cell | {"lr": 1e-5}, "tested": cell | {"seed": 210}, "unfinished": cell}
     *_, row, _, _ = compare.bounds_lines(cells, {"a": columns, "b": columns, "tested": {"lower": [0.9]}})
-    assert row == "| walk lag 8 | paper | 0.0001 | 0.650 | 1.300 | 0.400 | 0.500 | 0.429 | 3.000 | 1 |"
+    assert row == "| late by 8 | paper | 0.0001 | 0.650 | 1.300 | 0.400 | 0.500 | 0.429 | 3.000 | 1 |"
 
 
 def test_pairs_are_differences_from_ppo_at_the_same_rate_of_the_methods_with_the_same_seeds():
