@@ -425,17 +425,30 @@ def difference_lines(table: Table, screened: Table) -> list[str]:
 
 
 def overview_lines(table: Table, screened: Table) -> list[str]:
-    """Return Markdown: ppo's accuracy by regime and every difference from it; * where p < 0.05 after Holm."""
-    found = {
+    """Return Markdown: ppo's accuracy by regime and every difference from it; * where p < 0.05 after Holm.
+
+    Below it, a table of every method's entropy at the end.
+    """
+    differences = {
         (t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}"
         for t in against_ppo(table, screened)
     }
-    accuracies = [mean_accuracy(table[name]["ppo"][rate(table, screened, name, "ppo")]) for name in table]
-    rows = [["`ppo`", *(f"{accuracy:.3f}" for accuracy in accuracies)]]
-    for method in tested_methods(table):
-        same = f"as `{SAME_AS_IN_REGIME_A.get(method)}`"
-        rows.append([f"`{method}`", *(found.get((name, method), same) for name in table)])
-    return markdown(["rule", *map(label, table)], rows)
+    entropies = {}
+    for name, by_method in table.items():
+        for method in by_method:
+            by_seed = by_method[method][rate(table, screened, name, method)]
+            entropies[name, method] = f"{fmean(outcome.entropy for outcome in by_seed.values()):.3f}"
+            if method == "ppo":
+                differences[name, method] = f"{mean_accuracy(by_seed):.3f}"
+    lines = []
+    for values in (differences, entropies):
+        rows = []
+        for method in ("ppo", *tested_methods(table)):
+            same = f"as `{SAME_AS_IN_REGIME_A.get(method)}`"
+            rows.append([f"`{method}`", *(values.get((name, method), same) for name in table)])
+        lines += markdown(["rule", *map(label, table)], rows)
+        lines += ["Entropy over the last fifth of the run, in nats, not tested:", ""] if values is differences else []
+    return lines
 
 
 def against_ppo(table: Table, screened: Table) -> list[Tested]:
@@ -479,7 +492,9 @@ def draw(table: Table, screened: Table, out: Path):
     columns = min(len(table), 5)
     rows = -(-len(table) // columns)
     size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
-    figure, panels = plt.subplots(rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     results = against_ppo(table, screened)
     for panel in panels.flat[len(table) :]:
         panel.remove()

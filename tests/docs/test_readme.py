@@ -139,6 +139,16 @@ def test_the_readme_is_short_and_its_pictures_are_small():
     assert pictures and all((pipeline.REPOSITORY / file).stat().st_size < 150_000 for file in pictures)
 
 
+def test_the_readme_has_the_differences_of_the_study_in_the_same_order():
+    (in_readme, in_study) = (
+        re.findall(
+            r"^\| .* \| (.*[\d`o]\*?) \| ([-+]?\d\.\d{3}\*?) \|$", text.partition("rule | 4 epochs")[2], re.MULTILINE
+        )
+        for text in (README.replace("as ppo", "as `ppo`"), (DOCS / "study.md").read_text())
+    )
+    assert len(in_readme) == 6 and in_readme == in_study[:6]
+
+
 def test_every_measured_number_of_the_readme_stands_in_the_study():
     measured = README.partition("## What we measured")[2].partition("## ")[0]
     page = (DOCS / "study.md").read_text()
