@@ -93,9 +93,14 @@ def predicted_and_measured(columns: Columns, window: int) -> list[tuple[float, f
     return [(sum(predicted[n : n + window]), entropy[n + window] - entropy[n]) for n in starts]
 
 
-def entropy_correlation(columns: Columns, window: int) -> float:
-    """Return the correlation over a run's windows between predicted and measured change of entropy."""
-    return correlation(*zip(*predicted_and_measured(columns, window), strict=True))
+def entropy_correlation(predicted: Columns, measured: Columns, window: int) -> float:
+    """Return the correlation over windows between one run's predicted and another's measured change of entropy.
+
+    Two runs share no more than the course of training, so a run's own correlation says more only where it is higher.
+    """
+    changes = (predicted_and_measured(run, window) for run in (predicted, measured))
+    (first, _), (_, second) = (zip(*pairs, strict=True) for pairs in changes)
+    return correlation(first, second)
 
 
 def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
@@ -103,24 +108,33 @@ def entropy_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str
 
     Below each table is the correlation of the two means over its methods, without those that ran in fewer cells.
     """
-    tables: dict[tuple[str, str], dict[str, list[Columns]]] = defaultdict(lambda: defaultdict(list))
+    tables: dict[tuple[str, str], dict[str, dict[float, list[Columns]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for name, cell in cells.items():
         for stage, seeds in STAGES.items():
             if cell["seed"] in seeds and "entropy/predicted_change" in found.get(name, {}):
-                tables[stage, regime(cell)][cell["method"]].append(found[name])
+                tables[stage, regime(cell)][cell["method"]][cell["lr"]].append(found[name])
     lines = []
     for (stage, name), by_method in tables.items():
         rows, means = [], []
-        most = max(map(len, by_method.values()))
-        for method, runs in by_method.items():
-            correlations = [[entropy_correlation(run, window) for run in runs] for window in (1, WINDOW)]
+        most = max(sum(map(len, by_rate.values())) for by_rate in by_method.values())
+        for method, by_rate in by_method.items():
+            runs = [run for group in by_rate.values() for run in group]
+            correlations = [[entropy_correlation(run, run, window) for run in runs] for window in (1, WINDOW)]
+            pairs = itertools.chain(*(itertools.permutations(group, 2) for group in by_rate.values()))
+            others = [entropy_correlation(run, other, WINDOW) for run, other in pairs]
             numbers = [fmean((run["entropy"][-1] - run["entropy"][0]) / (len(run["entropy"]) - 1) for run in runs)]
             for part in ("predicted_change", *PARTS):
                 numbers.append(fmean(value for run in runs for value in run[f"entropy/{part}"] if value == value))
-            rows.append([method, *map(mean_and_error, correlations), *(f"{number:+.4f}" for number in numbers)])
+            control = f"{fmean(others):.3f}" if others else ""
+            rows.append(
+                [method, *map(mean_and_error, correlations), control, *(f"{number:+.4f}" for number in numbers)]
+            )
             if len(runs) == most:
                 means.append(numbers[:2])
-        head = ["method", "correlation per rollout", f"per {WINDOW} rollouts", "measured", "predicted", *PARTS]
+        head = ["method", "correlation per rollout", f"per {WINDOW} rollouts", "with other seeds"]
+        head += ["measured", "predicted", *PARTS]
         lines += [f"{stage}, {label(name)}", "", *markdown(head, rows)]
         if len(means) > 2:
             across = correlation(*zip(*means, strict=True))

@@ -987,15 +987,31 @@ def test_the_predicted_change_of_entropy_is_compared_with_that_to_the_next_rollo
     columns = {"entropy": entropy, "entropy/predicted_change": [nan, *(2 * change for change in changes), 0.0]}
     pairs = compare.predicted_and_measured(columns, 5)
     assert pairs == [pytest.approx((0.2, 0.1)), pytest.approx((1.0, 0.5))]
-    assert compare.entropy_correlation(columns, 1) == pytest.approx(1)
+    assert compare.entropy_correlation(columns, columns, 1) == pytest.approx(1)
+    falling = columns | {"entropy": [-value for value in entropy]}
+    assert compare.entropy_correlation(columns, falling, 1) == pytest.approx(-1)
     columns |= {f"entropy/{part}": [nan, *[0.25] * 12] for part in compare.PARTS} | {"reward": [0.1]}
     cell = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": 200, "lr": 1e-4}
     cells = {"a": cell, "b": cell, "unfinished": cell, "pipeline": cell | {"method": "paper"}}
     lines = compare.entropy_lines(cells, {"a": columns, "b": columns, "pipeline": {"entropy": entropy}})
     assert lines[0] == "screen, late by 8" and len(lines) == 6
     assert (
-        lines[4].startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000") and "| +0.0583 | +0.1167 | +0.2500 |" in lines[4]
+        lines[4].startswith("| ppo | 1.000 \u00b1 0.000 (2) | 1.000 \u00b1 0.000 (2) | 1.000 |")
+        and "| +0.0583 | +0.1167 | +0.2500 |" in lines[4]
     )
+
+
+def test_the_control_of_the_prediction_is_the_measured_entropy_of_other_seeds_at_the_same_rate():
+    changes = [0.3, -0.2, 0.1, 0.4, -0.5, 0.2, 0.1, -0.3, 0.2, 0.3, 0.1]
+    cells, found = {}, {}
+    for seed, sign, lr in ((200, 1, 1e-4), (201, -1, 1e-4), (202, 1, 5e-5)):
+        name = f"walk-{seed}"
+        cells[name] = {"task": "walk", "lag": 8, "regime": {}, "method": "ppo", "seed": seed, "lr": lr}
+        found[name] = {"entropy": [1 + sign * sum(changes[:n]) for n in range(len(changes) + 1)], "reward": [0.1]}
+        found[name] |= {f"entropy/{part}": [0.25] * 12 for part in compare.PARTS}
+        found[name] |= {"entropy/predicted_change": [*(sign * change for change in changes), nan]}
+    row = compare.entropy_lines(cells, found)[4]
+    assert "| 1.000 \u00b1 0.000 (3) | -1.000 |" in row
 
 
 def test_over_methods_mean_predicted_and_measured_changes_of_entropy_correlate():
