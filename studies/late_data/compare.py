@@ -300,10 +300,15 @@ def screen_lines(table: Table) -> list[str]:
     return lines
 
 
+def with_ppo(table: Table) -> Table:
+    """Return the regimes that ppo's planned cells complete."""
+    return {name: by_method for name, by_method in table.items() if "ppo" in by_method}
+
+
 def pairs_lines(table: Table) -> list[str]:
     """Return Markdown: differences from ppo at the same rate and seed, of accuracy and of entropy."""
     lines = []
-    for name, by_method in table.items():
+    for name, by_method in with_ppo(table).items():
         rates = sorted(by_method["ppo"])
         rows = []
         for method in by_method:
@@ -326,7 +331,7 @@ def pairs_lines(table: Table) -> list[str]:
 def pipeline_lines(table: Table) -> list[str]:
     """Return Markdown: one table per regime of the rules that ran through the pipeline, each at one rate."""
     lines = []
-    for name, by_method in table.items():
+    for name, by_method in with_ppo(table).items():
         rows = []
         for method in sorted(by_method, key=lambda m: -max(map(mean_accuracy, by_method[m].values()))):
             ((rate, ours),), ((_, theirs),) = (by_method[m].items() for m in (method, "ppo"))
@@ -379,11 +384,11 @@ def families(table: Table, screened: Table) -> dict[str, list[Comparison]]:
     """
     tested = {method for by_method in table.values() for method in by_method}
     ours = next(method for method, _ in ranking(screened) if method in OURS and method in tested)
-    with_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
+    less_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
     others = [(name, ours, best_other(screened, name, tested - set(OURS))) for name in table]
-    elsewhere = [pair for pair in with_ppo if pair[0] not in screened]
+    elsewhere = [pair for pair in less_ppo if pair[0] not in screened]
     return {
-        PRIMARY: [pair for pair in with_ppo if pair[0] in screened],
+        PRIMARY: [pair for pair in less_ppo if pair[0] in screened],
         OTHER_REGIMES: elsewhere,
         OURS_AGAINST_BEST: others if elsewhere else [],
     }
