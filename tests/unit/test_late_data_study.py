@@ -661,6 +661,17 @@ def test_every_mean_with_an_error_that_the_study_reports_comes_from_its_results(
     assert {f"{value} ({num or 3})" for value, num in reported} <= reported_by
 
 
+def test_the_cells_with_fixed_bounds_ran_with_those_that_the_protocol_names():
+    cells, found = screening()
+    ran = set()
+    for name, cell in cells.items():
+        if name in found and (bounds := walk.fixed_bounds(cell["flags"]["clip"])):
+            for column, bound in zip(("lower", "upper"), bounds, strict=True):
+                assert {value for value in found[name][column] if value == value} == {bound}
+            ran.add(cell["method"])
+    assert {"ppo", "stock_is", "decoupled", "lower_0.5", "upper_1.5", "clip_higher"} <= ran
+
+
 def test_every_other_number_of_the_page_stands_on_a_page_of_the_folder():
     number = re.compile(r"(?<![\w.])[-+]?\d\.\d{2,}")
     page, *details = (path.read_text() for path in (REPOSITORY / "docs" / "study.md", *sorted(FOLDER.glob("*.md"))))
