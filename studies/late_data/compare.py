@@ -2,7 +2,7 @@
 
 python studies/late_data/compare.py screen   # stage 1: every rule by regime and learning rate, and which rules lead
 python studies/late_data/compare.py test     # stage 2: differences from ppo with intervals, corrected for their number
-python studies/late_data/compare.py overview # stage 2: rules by regimes, one number each
+python studies/late_data/compare.py overview # stage 2: regimes by rules, one number each
 python studies/late_data/compare.py entropy  # the Entropy-Clip Rule's prediction beside the measured change of entropy
 python studies/late_data/compare.py bounds   # mean bounds, and the positive share as Eq. 8 writes it
 python studies/late_data/compare.py pipeline # the rules that ran through OpenRLHF's pipeline, described
@@ -444,30 +444,17 @@ def difference_lines(table: Table, screened: Table) -> list[str]:
 
 
 def overview_lines(table: Table, screened: Table) -> list[str]:
-    """Return Markdown: ppo's accuracy by regime and every difference from it; * where p < 0.05 after Holm.
-
-    Below it, a table of every method's entropy at the end.
-    """
-    differences = {
+    """Return Markdown: a row per regime with ppo's accuracy and every difference from it; * where p < 0.05 after Holm."""
+    methods = tested_methods(table)
+    less_ppo = {
         (t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}"
         for t in against_ppo(table, screened)
     }
-    entropies = {}
+    rows = []
     for name, by_method in table.items():
-        for method in by_method:
-            by_seed = by_method[method][rate(table, screened, name, method)]
-            entropies[name, method] = f"{fmean(outcome.entropy for outcome in by_seed.values()):.3f}"
-            if method == "ppo":
-                differences[name, method] = f"{mean_accuracy(by_seed):.3f}"
-    lines = []
-    for values in (differences, entropies):
-        rows = []
-        for method in ("ppo", *tested_methods(table)):
-            same = f"as `{SAME_AS_IN_REGIME_A.get(method)}`"
-            rows.append([f"`{method}`", *(values.get((name, method), same) for name in table)])
-        lines += markdown(["rule", *map(label, table)], rows)
-        lines += ["Entropy over the last fifth of the run, in nats, not tested:", ""] if values is differences else []
-    return lines
+        accuracy = mean_accuracy(by_method["ppo"][rate(table, screened, name, "ppo")])
+        rows.append([label(name), f"{accuracy:.3f}", *(less_ppo.get((name, m), "as `ppo`") for m in methods)])
+    return markdown(["data", "`ppo`", *(f"`{method}`" for method in methods)], rows)
 
 
 def against_ppo(table: Table, screened: Table) -> list[Tested]:
