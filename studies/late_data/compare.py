@@ -480,7 +480,7 @@ def label(name: str) -> str:
     if "epochs" in given:
         words.append("1 epoch" if given["epochs"] == "1" else f"{given['epochs']} epochs")
     words += ["replay"] if "replay" in given else []
-    words += ["mostly wrong"] if "wrong" in given else []
+    words += ["more wrong"] if "wrong" in given else []
     return ", ".join(words)
 
 

@@ -976,7 +976,7 @@ def test_a_family_is_not_tested_before_all_its_cells_are_there(two_stages, monke
     ("name", "label"),
     [
         ("walk lag 4 epochs 4 rollouts 30", "late by 4, 4 epochs"),
-        ("walk lag 8 wrong 0.75", "late by 8, mostly wrong"),
+        ("walk lag 8 wrong 0.75", "late by 8, more wrong"),
         ("walk lag 0 replay 8", "replay"),
         ("detour lag 0 epochs 4 rollouts 30", "detour, 4 epochs"),
         ("walk lag 0 epochs 1 rollouts 60", "1 epoch"),
