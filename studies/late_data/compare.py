@@ -444,7 +444,7 @@ def difference_lines(table: Table, screened: Table) -> list[str]:
 
 
 def overview_lines(table: Table, screened: Table) -> list[str]:
-    """Return Markdown: a row per regime with ppo's accuracy and every difference from it; * where p < 0.05 after Holm."""
+    """Return Markdown: a row per regime, ppo's accuracy and every difference from it; * where p < 0.05 after Holm."""
     methods = tested_methods(table)
     less_ppo = {
         (t.regime, t.method): f"{t.difference.mean:+.3f}{'*' if t.p < 0.05 else ''}"
@@ -495,7 +495,7 @@ def draw(table: Table, screened: Table, out: Path):
     import matplotlib.pyplot as plt
 
     methods = tested_methods(table)
-    columns = min(len(table), 5)
+    columns = min(len(table), 6)
     rows = -(-len(table) // columns)
     size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
     figure, panels = plt.subplots(
@@ -504,6 +504,8 @@ def draw(table: Table, screened: Table, out: Path):
     results = against_ppo(table, screened)
     for panel in panels.flat[len(table) :]:
         panel.remove()
+    for panel in panels.flat[len(table) - columns : len(table)]:  # the lowest one of each column
+        panel.tick_params(labelbottom=True)
     for panel, name in zip(panels.flat, table, strict=False):
         for t in results:
             if t.regime == name:
