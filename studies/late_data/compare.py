@@ -553,7 +553,7 @@ def stage_lines(stage: str, cells: dict[str, dict], found: dict[str, Columns]) -
     table, screened, whole = families_that_are_there(cells, found)
     if stage == "overview":
         return overview_lines(table, screened)
-    return [*difference_lines(table, screened), "Not tested:", "", *screen_lines(whole)]
+    return [*difference_lines(table, screened), "Means by method:", "", *screen_lines(whole)]
 
 
 MARKED = re.compile(r"(?<=<!-- compare.py )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)

@@ -976,7 +976,7 @@ def test_a_family_is_not_tested_before_all_its_cells_are_there(two_stages, monke
     assert "primary family alone" in alone.err
     stages(table | {"walk lag 0 replay 8": table[MIXED]}, {MIXED: ["Left out: m2"]})
     compare.main()
-    tested, described = capsys.readouterr().out.split("Not tested:")
+    tested, described = capsys.readouterr().out.split("Means by method:")
     assert "replay" not in tested and "replay" in described and "0 to 4 late" not in described
     stages(table, {})
     compare.main()
