@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields, replace
 from math import nan
 from pathlib import Path
@@ -698,8 +699,21 @@ def test_the_sentences_of_the_answer_hold():
     assert all(t.difference.mean > 0 for t in less_ppo.values() if t.method == "stock_is")
     verdicts = {t.regime: compare.verdict(t.difference) for t in results[compare.OURS_AGAINST_BEST]}
     assert [name for name, found in verdicts.items() if found == "worse"] == [ONCE, "walk lag 0 epochs 8 rollouts 30"]
+    assert Counter(verdicts.values()) == {"worse": 2, "not worse": 3, "undecided": 6}
     for method in compare.tested_methods(table):
         assert compare.best_rates(screened[LATE][method])[0] == 2.5e-5
+
+
+def test_every_difference_with_an_interval_is_one_of_the_test():
+    """A loss may be written as a positive number."""
+    table, screened, _ = compare.families_that_are_there(*screening())
+    text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
+    reported = re.findall(r"-?\d\.\d{3} \[-?\d\.\d{3}, -?\d\.\d{3}\]", text)
+    found = set()
+    for t in itertools.chain(*compare.tested(table, screened).values()):
+        d = t.difference
+        found |= {f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in ((d.mean, d.low, d.high), (-d.mean, -d.high, -d.low))}
+    assert len(reported) > 8 and set(reported) <= found
 
 
 @pytest.mark.parametrize("page", compare.PAGES, ids=lambda page: page.name)
