@@ -673,6 +673,22 @@ def test_the_cells_with_fixed_bounds_ran_with_those_that_the_protocol_names():
     assert {"ppo", "stock_is", "decoupled", "lower_0.5", "upper_1.5", "clip_higher"} <= ran
 
 
+def test_the_cells_of_a_search_ran_with_the_preset_that_the_protocol_names():
+    """The ranges tell `released` from the others, and a target of 0.5 instead of 0.4 tells `readme` from `paper`."""
+    cells, found = screening()
+    mean_upper: dict[str, dict[str, float]] = {"paper": {}, "readme": {}, "released": {}}
+    for name, cell in cells.items():
+        if (method := cell["method"]) in mean_upper and name in found:
+            config = ClipConfig.preset(method)
+            bounds = [[value for value in found[name][column] if value == value] for column in ("lower", "upper")]
+            for values, grid in zip(bounds, (config.lower_grid(), config.upper_grid()), strict=True):
+                assert grid[0] <= min(values) and max(values) <= grid[-1] + 1e-9
+            mean_upper[method][name.replace(method, "")] = statistics.fmean(bounds[1])
+    shared = mean_upper["paper"].keys() & mean_upper["readme"].keys()
+    assert len(shared) > 20 and mean_upper["released"]
+    assert all(mean_upper["paper"][setting] < mean_upper["readme"][setting] for setting in shared)
+
+
 def test_every_other_number_of_the_page_stands_on_a_page_of_the_folder():
     number = re.compile(r"(?<![\w.])[-+]?\d\.\d{2,}")
     page, *details = (path.read_text() for path in (REPOSITORY / "docs" / "study.md", *sorted(FOLDER.glob("*.md"))))
