@@ -721,6 +721,22 @@ def test_the_sentences_of_the_answer_hold():
         assert compare.best_rates(screened[LATE][method])[0] == 2.5e-5
 
 
+def test_what_the_page_says_of_the_pipeline_holds():
+    cells, found = screening()
+    ran, left_out = compare.outcomes(cells, found, compare.STAGES["pipeline"])
+    assert not left_out and len(ran) == 2
+    (late,) = [by_method for name, by_method in ran.items() if "lag 8" in name]
+    accuracies = {}
+    for method, by_rate in late.items():
+        ((_, outcomes),) = by_rate.items()
+        accuracies[method] = statistics.fmean(outcome.accuracy for outcome in outcomes.values())
+    *gaining, ppo, stock = sorted(accuracies, key=lambda method: -accuracies[method])
+    assert (gaining[-1], ppo, stock, len(gaining)) == ("paper", "ppo", "stock", 7)
+    for name in found.keys() & {name for name in cells if name.startswith("pipeline")}:
+        staleness = found[name]["staleness"]
+        assert staleness == ([float(min(n, 8)) for n in range(60)] if "lag8" in name else [0.0] * 30)
+
+
 def test_every_difference_with_an_interval_is_one_of_the_test():
     """A loss may be written as a positive number."""
     table, screened, _ = compare.families_that_are_there(*screening())
