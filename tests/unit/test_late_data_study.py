@@ -725,13 +725,25 @@ def test_what_the_page_says_of_the_pipeline_holds():
     cells, found = screening()
     ran, left_out = compare.outcomes(cells, found, compare.STAGES["pipeline"])
     assert not left_out and len(ran) == 2
-    (late,) = [by_method for name, by_method in ran.items() if "lag 8" in name]
-    accuracies = {}
-    for method, by_rate in late.items():
-        ((_, outcomes),) = by_rate.items()
-        accuracies[method] = statistics.fmean(outcome.accuracy for outcome in outcomes.values())
-    *gaining, ppo, stock = sorted(accuracies, key=lambda method: -accuracies[method])
+    means = {
+        name: {
+            method: compare.mean_accuracy(by_seed)
+            for method, by_rate in ran[name].items()
+            for by_seed in by_rate.values()
+        }
+        for name in ran
+    }
+    late, fresh = means["pipeline lag 8"], means["pipeline lag 0 epochs 4 rollouts 30"]
+    *gaining, ppo, stock = sorted(late, key=late.__getitem__, reverse=True)
     assert (gaining[-1], ppo, stock, len(gaining)) == ("paper", "ppo", "stock", 7)
+    text = " ".join((REPOSITORY / "docs" / "study.md").read_text().split())
+    at_half_the_rate = [fresh.pop(method) for method in ("balanced", "steady", "lower_0.5")]
+    for values in (fresh.values(), at_half_the_rate):
+        assert f"{min(values):.3f} to {max(values):.3f}" in text
+    assert (
+        f"(`ppo` {fresh['ppo']:.3f}; `stock`, the same rule but for the engine's rounding, {fresh['stock']:.3f})"
+        in text
+    )
     for name in found.keys() & {name for name in cells if name.startswith("pipeline")}:
         staleness = found[name]["staleness"]
         assert staleness == ([float(min(n, 8)) for n in range(60)] if "lag8" in name else [0.0] * 30)
