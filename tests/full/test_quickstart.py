@@ -48,6 +48,9 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     rows = importlib.import_module("through_pipeline").rows_of(scalars)
     assert [row["rollout"] for row in rows] == list(range(1, 61))
     assert [row["upper"] for row in rows] == upper
+    assert [row["reward"] for row in rows] == scalars["train/rollout/reward_mean"][1]
+    assert [row["entropy"] for row in rows] == scalars["train/entropy_loss"][1]
+    assert {row["staleness"] for row in rows} == {0}
     missing = {name for row in rows for name, value in row.items() if math.isnan(value)}
     assert missing == {"heldout", "pass1"} and rows[-1]["heldout"] == rows[-1]["pass1"] == accuracy[-1]
 

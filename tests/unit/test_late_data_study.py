@@ -680,7 +680,8 @@ def test_the_cells_of_a_search_ran_with_the_preset_that_the_protocol_names():
     mean_upper: dict[str, dict[str, float]] = {"paper": {}, "readme": {}, "released": {}}
     for name, cell in cells.items():
         if (method := cell["method"]) in mean_upper and name in found:
-            config = ClipConfig.preset(method)
+            config = ClipConfig.preset(cell["flags"]["clip"])
+            assert config == ClipConfig.preset(method)
             bounds = [[value for value in found[name][column] if value == value] for column in ("lower", "upper")]
             for values, grid in zip(bounds, (config.lower_grid(), config.upper_grid()), strict=True):
                 assert grid[0] <= min(values) and max(values) <= grid[-1] + 1e-9
