@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF prints remarks
         args = parse(training, checks.FILES)
+    if args.ds.param_dtype == "fp32":
+        parser.error("--ds.param_dtype fp32: is for CPUs, and the plan is for GPUs; allowed: bf16, fp16")
     try:
         shape = read_shape(given_model or args.actor.model_name_or_path)
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import os
 import signal
 import sys
 import traceback
@@ -72,21 +71,19 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     From then on `signals` gets the number of each signal. A cluster that cannot run the command is refused.
     """
     import ray
-    import torch
 
     from openrlhf_bapo.command.cluster import check_nodes, wait_for_room
-    from openrlhf_bapo.openrlhf import cpu
-    from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK
+    from openrlhf_bapo.openrlhf import cpu, registration
 
     resources = {}
-    if not torch.cuda.is_available() and not os.environ.get("RAY_ADDRESS"):
+    if cpu.serves_the_run():
         cpu.adapt_flags(args)
         resources = cpu.ray_resources(args)
     upstream = ray.init
 
     @functools.wraps(upstream)
     def init(*positional: Any, runtime_env: dict | None = None, **kwargs: Any) -> Any:
-        runtime_env = {**(runtime_env or {}), "worker_process_setup_hook": WORKER_SETUP_HOOK}
+        runtime_env = registration.runtime_env(vars(args)["ds.param_dtype"], runtime_env)
         context = upstream(*positional, runtime_env=runtime_env, **kwargs | resources)
         # Ray has just set its own handlers.
         catch_signals(signals, failures, vars(args)["ckpt.on_interrupt"])

@@ -349,6 +349,8 @@ def _check_machine(args: Namespace, values: dict) -> None:
         check_ray_address(address)
     elif torch.cuda.is_available():
         check_gpus(gpu_groups(args), torch.cuda.device_count())
+        if args.ds.param_dtype == "fp32":
+            raise FlagError("--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16")
     else:
         for name in ("vllm.tensor_parallel_size", "ds.tensor_parallel_size", "ds.ring_attn_size"):
             if values[name] > 1:

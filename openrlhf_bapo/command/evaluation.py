@@ -35,7 +35,8 @@ from openrlhf_bapo.command.input_files import (
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
-from openrlhf_bapo.openrlhf.registration import WORKER_SETUP_HOOK, register
+from openrlhf_bapo.openrlhf import cpu
+from openrlhf_bapo.openrlhf.registration import register, runtime_env
 
 MAX_NEW_TOKENS = 32768
 """Maximum tokens of a response, unless --max_new_tokens or the model's length allows fewer."""
@@ -385,9 +386,9 @@ def running_engines(
     import torch
     from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 
-    runtime_env = {"worker_process_setup_hook": WORKER_SETUP_HOOK}
+    environment = runtime_env("fp32" if cpu.serves_the_run() else "bf16")
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(runtime_env=runtime_env)
+        ray.init(runtime_env=environment)
     else:
         # On the CPU, Ray is told of a GPU per engine. Without the last setting it would start an idle worker per CPU.
         num_gpus = torch.cuda.device_count() or num_engines or 1
@@ -396,7 +397,7 @@ def running_engines(
             num_gpus=num_gpus,
             num_cpus=num_gpus,
             include_dashboard=False,
-            runtime_env=runtime_env,
+            runtime_env=environment,
             _system_config={"prestart_worker_first_driver": False},
         )
     try:

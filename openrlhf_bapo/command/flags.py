@@ -48,6 +48,10 @@ _PARTIAL_HELP = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags. The default None means "not given": `resolve_flags` then takes the preset's value."""
+    for action in parser._actions:
+        if action.dest == "ds.param_dtype":
+            action.choices = [*(action.choices or ()), "fp32"]
+            action.help = "type of all models, engines too (default: bf16; on a CPU fp32, which is for CPUs only)"
     _add_bapo_flags(add_loss_flags(parser, ("ppo", "gspo"), "--actor.policy_loss_type"))
     _add_off_policy_flags(parser.add_argument_group("off-policy data"))
     _add_partial_flags(parser.add_argument_group("partial rollouts with a token budget"))

@@ -189,12 +189,12 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
 
     Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
-    n = shape.num_parameters
-    terms = {"--ckpt.output_dir": [Term("the model", 2 * n, f"{n:,} parameters x 2 bytes")]}
+    n, weight_bytes = shape.num_parameters, 4 if args.ds.param_dtype == "fp32" else 2
+    terms = {"--ckpt.output_dir": [Term("the model", weight_bytes * n, f"{n:,} parameters x {weight_bytes} bytes")]}
     if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
         models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
         pool = _full_pool(args) if args.replay.ratio else None
-        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, pool)
+        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool)
     return terms
 
 

@@ -15,8 +15,14 @@ import wrapt
 WORKER_SETUP_HOOK = "openrlhf_bapo.openrlhf.registration.register"
 """For `ray.init(runtime_env={"worker_process_setup_hook": ...})`, because Ray workers are separate processes."""
 
+ENGINE_DTYPE = "OPENRLHF_BAPO_ENGINE_DTYPE"
+"""Environment variable of Ray's workers with the engines' type, "bfloat16", "float16" or "float32"."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
+    ("openrlhf.utils.utils", "workarounds.know_fp32"),
     ("openrlhf.utils.deepspeed.deepspeed", "workarounds.accumulate_dynamic_batches"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "workarounds.plan_steps_for_all_samples"),
     ("openrlhf.trainer.ray.launcher", "workarounds.hold_the_ranks_port"),
@@ -55,6 +61,18 @@ def register() -> None:
         ours = f"{__package__}.{file}"
         wrapt.register_post_import_hook(functools.partial(_call, ours, name), module)
         wrapt.register_post_import_hook(_call_waiting, ours)
+
+
+def runtime_env(param_dtype: str, given: dict | None = None) -> dict:
+    """Return `runtime_env` for `ray.init`: what registers us in Ray's workers, and the type of the engines.
+
+    Args:
+        param_dtype: as `--ds.param_dtype`: "bf16", "fp16" or "fp32".
+        given: OpenRLHF's runtime_env, which is kept.
+    """
+    given = given or {}
+    variables = {**given.get("env_vars", {}), ENGINE_DTYPE: _DTYPES[param_dtype]}
+    return {**given, "worker_process_setup_hook": WORKER_SETUP_HOOK, "env_vars": variables}
 
 
 def _spare_imports_the_collector() -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from openrlhf_bapo.openrlhf.registration import ENGINE_DTYPE
 from openrlhf_bapo.openrlhf.reward_calls import RewardLimits
 
 
@@ -105,6 +107,8 @@ def use_versioned_engine(vllm_engine: Any) -> None:
 
     @functools.wraps(upstream_init)
     async def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # OpenRLHF's engines have bf16, whatever the policy's type is, and then cannot load its weights.
+        kwargs["dtype"] = os.environ.get(ENGINE_DTYPE, kwargs["dtype"])
         await upstream_init(self, *args, **kwargs)
         self.llm = VersionedEngine(self.llm)
 

@@ -49,6 +49,17 @@ def shuffle_by_step(ray_actors: ModuleType) -> None:
     trainer.ppo_train = ppo_train
 
 
+def know_fp32(utils: ModuleType) -> None:
+    """Let `--ds.param_dtype fp32` load models in float32. DeepSpeed computes in it where bf16 and fp16 are off."""
+    upstream = utils.convert_to_torch_dtype
+
+    @functools.wraps(upstream)
+    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
+        return torch.float32 if param_dtype == "fp32" else upstream(param_dtype)
+
+    utils.convert_to_torch_dtype = convert_to_torch_dtype
+
+
 def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
     """Accumulate the gradients of all micro-batches of a dynamic batch.
 

@@ -5,8 +5,8 @@ from openrlhf_bapo.planning.terms import Term
 REPLAY_BYTES_PER_TOKEN = 17
 """tokens 4, action_mask 1, behavior_log_probs 4, versions 4, advantages 4 (`SAMPLE_DTYPES` in core/replay_pool.py)."""
 
-CHECKPOINT_BYTES_PER_PARAMETER = 14
-"""bf16 weights, and AdamW's fp32 weights and two moments."""
+OPTIMIZER_BYTES_PER_PARAMETER = 12
+"""AdamW's fp32 weights and two moments."""
 
 
 def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int, num_extra_columns: int = 0) -> Term:
@@ -23,15 +23,18 @@ def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int
     return Term("replay pool", tokens * per_token, f"{counts} x {per_token} bytes")
 
 
-def checkpoint_terms(num_parameters: dict[str, int], num_kept: int, replay: Term | None = None) -> list[Term]:
+def checkpoint_terms(
+    num_parameters: dict[str, int], num_kept: int, weight_bytes: int, replay: Term | None = None
+) -> list[Term]:
     """Return the checkpoints on disk as DeepSpeed writes them, and our replay pool beside each.
 
     Args:
         num_parameters: parameters of each trained model, by its name.
         num_kept: checkpoints kept at the same time.
+        weight_bytes: bytes per weight of the models: 2, or 4 in fp32.
         replay: a full pool. While a pool is written, it needs room beside the pools of all checkpoints.
     """
-    per_parameter = CHECKPOINT_BYTES_PER_PARAMETER
+    per_parameter = weight_bytes + OPTIMIZER_BYTES_PER_PARAMETER
     terms = [
         Term(name, num_kept * n * per_parameter, f"{num_kept} x {n:,} parameters x {per_parameter} bytes")
         for name, n in num_parameters.items()

@@ -59,8 +59,15 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         wrapt.register_post_import_hook(hook, name)
 
 
+def serves_the_run() -> bool:
+    """Say whether the run's workers have no CUDA. Those of a cluster that the run joins may have it."""
+    import torch
+
+    return not (torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"))
+
+
 def adapt_flags(args: Namespace) -> None:
-    """Set flags in place to the only values that work on a CPU, and print a line for each changed flag.
+    """Set flags in place to the only values that work on a CPU. Print a line for each changed flag, and the precision.
 
     Args:
         args: flat, names with dots.
@@ -75,6 +82,7 @@ def adapt_flags(args: Namespace) -> None:
         if values[name] != value:
             print(f"openrlhf-bapo: on the CPU --{name} is {value}, not {values[name]}", flush=True)
             values[name] = value
+    print(f"openrlhf-bapo: on the CPU all models compute in {values['ds.param_dtype']} (--ds.param_dtype)", flush=True)
 
 
 def ray_resources(args: Namespace) -> dict:
