@@ -238,7 +238,12 @@ class Machine:
 class Cluster:
     """Two nodes; each run has a new cluster of them."""
 
-    flags: Mapping[str, object] = {"actor__num_nodes": 2, "train__colocate_all": True, "vllm__num_engines": 2}
+    flags: Mapping[str, object] = {
+        "actor__num_nodes": 2,
+        "train__colocate_all": True,
+        "vllm__num_engines": 2,
+        "ds__param_dtype": "fp32",
+    }
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._number, self._place = directory, 0, nodes.random_place()

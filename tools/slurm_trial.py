@@ -49,7 +49,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-FLAGS = {"vllm.sync_backend": "gloo", "ds.attn_implementation": "sdpa", "actor.adam.lr": 1e-3}
+FLAGS = {"vllm.sync_backend": "gloo", "ds.attn_implementation": "sdpa", "ds.param_dtype": "fp32", "actor.adam.lr": 1e-3}
 
 
 @contextmanager

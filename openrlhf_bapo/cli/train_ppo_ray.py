@@ -79,6 +79,7 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     if cpu.serves_the_run():
         cpu.adapt_flags(args)
         resources = cpu.ray_resources(args)
+    registration.start_ray_at_equal_priority()
     upstream = ray.init
 
     @functools.wraps(upstream)

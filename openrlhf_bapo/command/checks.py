@@ -352,6 +352,8 @@ def _check_machine(args: Namespace, values: dict) -> None:
         if args.ds.param_dtype == "fp32":
             raise FlagError("--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16")
     else:
+        if args.ds.param_dtype == "fp16":
+            raise FlagError("--ds.param_dtype fp16: DeepSpeed does not compute in fp16 on a CPU; allowed: fp32, bf16")
         for name in ("vllm.tensor_parallel_size", "ds.tensor_parallel_size", "ds.ring_attn_size"):
             if values[name] > 1:
                 raise FlagError(f"--{name} {values[name]}: needs GPUs; allowed on the CPU: 1")
@@ -448,6 +450,11 @@ def _check_resume(args: Namespace) -> None:
             f"{where} names {step!r} in {latest}, which does not exist; allowed: {_steps(saved)} in that file, or a "
             "start without --ckpt.load_enable"
         )
+    # DeepSpeed puts bf16 into the names of the optimizer's files.
+    is_bf16 = {file.name.startswith("bf16") for file in (saved / step).glob("*zero_pp_rank_*_optim_states.pt")}
+    if is_bf16 == {args.ds.param_dtype != "bf16"}:
+        allowed = "bf16" if True in is_bf16 else "fp16 or fp32"
+        raise FlagError(f"--ds.param_dtype {args.ds.param_dtype}: {saved / step} is in {allowed}; allowed: {allowed}")
 
 
 def _steps(saved: Path) -> str:

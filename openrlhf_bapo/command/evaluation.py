@@ -36,7 +36,7 @@ from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
 from openrlhf_bapo.openrlhf import cpu
-from openrlhf_bapo.openrlhf.registration import register, runtime_env
+from openrlhf_bapo.openrlhf.registration import register, runtime_env, start_ray_at_equal_priority
 
 MAX_NEW_TOKENS = 32768
 """Maximum tokens of a response, unless --max_new_tokens or the model's length allows fewer."""
@@ -382,6 +382,7 @@ def running_engines(
         FlagError: if the cluster has too few GPUs.
     """
     register()
+    start_ray_at_equal_priority()
     import ray
     import torch
     from openrlhf.trainer.ray.vllm_engine import create_vllm_engines

@@ -7,6 +7,7 @@ right after a module is imported. Heavy modules are imported only when OpenRLHF 
 import functools
 import gc
 import importlib
+import os
 import sys
 from types import ModuleType
 
@@ -61,6 +62,14 @@ def register() -> None:
         ours = f"{__package__}.{file}"
         wrapt.register_post_import_hook(functools.partial(_call, ours, name), module)
         wrapt.register_post_import_hook(_call_waiting, ours)
+
+
+def start_ray_at_equal_priority() -> None:
+    """Let a Ray cluster that this process starts run at this process's priority, unless the user has set another.
+
+    By default, Ray gives its workers niceness 15. Another program then takes most of the time of a core that both use.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def runtime_env(param_dtype: str, given: dict | None = None) -> dict:

@@ -46,7 +46,8 @@ def address(tmp_path_factory):
 
 
 def command(directory: Path, **changes) -> list[str]:
-    return [pipeline.warm_python(), *pipeline.TRAIN, *pipeline.flags(directory, vllm__sync_backend="gloo", **changes)]
+    flags = pipeline.flags(directory, vllm__sync_backend="gloo", ds__param_dtype="fp32", **changes)
+    return [pipeline.warm_python(), *pipeline.TRAIN, *flags]
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_is_wanted_and_what_there_is(address, tmp_path):

@@ -28,6 +28,7 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
         reward__remote_url=None,
         actor__adam__lr=1e-2,
         actor__entropy_coef=0,
+        ds__param_dtype="bf16",  # OpenRLHF's
         rollout__batch_size=4,
         rollout__n_samples_per_prompt=16,
         train__max_epochs=2,

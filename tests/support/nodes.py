@@ -150,9 +150,10 @@ class Cluster:
         return pipeline.running(node.command(*command), log, **self._variables)
 
     def run(self, node: Node, directory: Path, argv: list[str], name: str) -> tuple[int, str]:
-        """Run a training command on a node to its end, and return its exit code and output."""
+        """Run a training command on a node to its end, in fp32, and return its exit code and output."""
         log = directory / f"{name}.log"
-        with self.running(node, [sys.executable, *pipeline.TRAIN, *argv], log) as process:
+        command = [sys.executable, *pipeline.TRAIN, *argv, "--ds.param_dtype", "fp32"]
+        with self.running(node, command, log) as process:
             code = process.wait(1800)
         return code, log.read_text()
 

@@ -34,6 +34,10 @@ def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_po
 
     model = {"--ckpt.output_dir": {"the model": 2 * n}}
     assert sizes() == model | {"--ckpt.path": {"actor": 3 * 14 * n}}
+    assert sizes(ds__param_dtype="fp32") == {
+        "--ckpt.output_dir": {"the model": 4 * n},
+        "--ckpt.path": {"actor": 3 * 16 * n},
+    }
     assert sizes(ckpt__max_num=5) == model | {"--ckpt.path": {"actor": 5 * 14 * n}}
     for without in (dict(ckpt__save_steps=None), dict(ckpt__disable_ds=True)):
         assert sizes(**without) == model

@@ -454,7 +454,7 @@ def test_the_host_has_the_terms_that_leave_the_gpu(stage, offloads, sleeps):
 
 def test_a_full_disk_of_checkpoints_has_one_pool_more_than_checkpoints():
     pool = Term("replay pool", 7, "7 bytes")
-    terms = checkpoint_terms({"actor": 1000, "critic": 10}, 3, pool)
+    terms = checkpoint_terms({"actor": 1000, "critic": 10}, 3, 2, pool)
     assert {term.name: term.bytes for term in terms} == {"actor": 3 * 14_000, "critic": 3 * 140, "replay pool": 4 * 7}
 
 

@@ -102,7 +102,7 @@ VALUES = [
     ("train.batch_size", "many", "invalid int value"),
     ("actor.adam.lr", "fast", "invalid float value"),
     ("algo.advantage.estimator", "ppo", "invalid choice"),
-    ("ds.param_dtype", "fp32", "invalid choice"),
+    ("ds.param_dtype", "fp64", "invalid choice"),
     # Ours.
     ("policy_loss", "dapo", "invalid choice"),
     ("replay.ratio", -1.0, "must be at least 0"),
@@ -285,7 +285,7 @@ COMMANDS = {
         ["does not support critic"],
     ),
     "gradients that DeepSpeed would not add up": (
-        dict(ds__zero_stage=0, ds__grad_accum_dtype="float32"),
+        dict(ds__zero_stage=0, ds__grad_accum_dtype="float32", ds__param_dtype="bf16"),
         ["--ds.grad_accum_dtype float32: with --ds.zero_stage 0 it must be --ds.param_dtype bf16"],
     ),
     "a template beside a chat template": (
@@ -389,17 +389,26 @@ def index_without_its_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def checkpoint(latest: str | None, **more):
-    """A fault: a resume from a folder with this in its file `latest`."""
+def checkpoint(latest: str | None, states: str | None = None, **more):
+    """A fault: a resume from a folder with this in its file `latest`, and a file of the optimizer's `states`."""
 
     def fault(directory: Path, _) -> dict:
-        (directory / "ckpt/_actor/global_step2").mkdir(parents=True)
-        (directory / "ckpt/_actor/global_step2/mp_rank_00_model_states.pt").touch()
+        folder = directory / "ckpt/_actor/global_step2"
+        folder.mkdir(parents=True)
+        torch.save({"dp_world_size": 1}, folder / "mp_rank_00_model_states.pt")
+        if states is not None:
+            (folder / states).touch()
         if latest is not None:
             (directory / "ckpt/_actor/latest").write_text(latest)
         return dict(ckpt__load_enable=True) | more
 
     return fault
+
+
+def fp32_on_a_gpu(_, monkeypatch) -> dict:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return dict(ds__param_dtype="fp32")
 
 
 def saved_pool(**change):
@@ -564,6 +573,16 @@ FILES = {
         checkpoint("global_step4"),
         ["--ckpt.load_enable", "names 'global_step4'", "allowed: global_step2 in that file"],
     ),
+    "a resume on a CPU of a checkpoint in bf16": (
+        checkpoint("global_step2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ["--ds.param_dtype fp32: ", "global_step2 is in bf16; allowed: bf16"],
+    ),
+    "a resume in bf16 of a checkpoint in fp32": (
+        checkpoint("global_step2", "zero_pp_rank_0_mp_rank_00_optim_states.pt", ds__param_dtype="bf16"),
+        ["--ds.param_dtype bf16: ", "global_step2 is in fp16 or fp32; allowed: fp16 or fp32"],
+    ),
+    "fp16 on a CPU": (dict(ds__param_dtype="fp16"), ["--ds.param_dtype fp16: ", "allowed: fp32, bf16"]),
+    "fp32 on a GPU": (fp32_on_a_gpu, ["--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16"]),
     "a resume without its pool": (
         checkpoint("global_step2", replay__ratio=1),
         ["_replay/global_step2", "--replay.discard_saved"],

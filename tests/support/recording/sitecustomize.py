@@ -8,8 +8,8 @@ independently of our code. The folder RECORDING gets
                          the inputs of the loss, the loss, its bounds, and the fraction of tokens that it clipped
     critic-N-R-I.pt      the same for the critic, without the loss
 
-Broadcasts of a resumed run are counted from RECORDING_START. The run is in float32, so that the log-probs of different
-versions can be told apart. With RECORDING_MIXED, async training always publishes weights while responses are under way.
+Broadcasts of a resumed run are counted from RECORDING_START. With RECORDING_MIXED, async training always publishes
+weights while responses are under way. The tests need float32, to tell the log-probs of different versions apart.
 """
 
 import functools
@@ -94,30 +94,7 @@ def _publish_amid_responses(trainer_async) -> None:
     trainer.__init__, trainer.broadcast_to_vllm = init, broadcast_to_vllm
 
 
-def _float32_models(utils) -> None:
-    def convert_to_torch_dtype(_):
-        import torch
-
-        return torch.float32
-
-    utils.convert_to_torch_dtype = convert_to_torch_dtype
-
-
-def _float32_training(deepspeed) -> None:
-    for name in ("get_train_ds_config", "get_eval_ds_config"):
-        upstream = getattr(deepspeed, name)
-        setattr(deepspeed, name, lambda upstream=upstream, **kwargs: upstream(**kwargs | {"param_dtype": "fp32"}))
-
-
-def _float32_engines(vllm_engine) -> None:
-    upstream = vllm_engine.vllm.AsyncEngineArgs
-    vllm_engine.vllm.AsyncEngineArgs = lambda **kwargs: upstream(**kwargs | {"dtype": "float32"})
-
-
 wrapt.register_post_import_hook(_record_actor, "openrlhf.trainer.ray.ppo_actor")
 wrapt.register_post_import_hook(lambda m: _record(m.CriticPPOTrainer, "critic"), "openrlhf.trainer.ray.ppo_critic")
-wrapt.register_post_import_hook(_float32_models, "openrlhf.utils.utils")
-wrapt.register_post_import_hook(_float32_training, "openrlhf.utils.deepspeed.deepspeed")
-wrapt.register_post_import_hook(_float32_engines, "openrlhf.trainer.ray.vllm_engine")
 if "RECORDING_MIXED" in os.environ:
     wrapt.register_post_import_hook(_publish_amid_responses, "openrlhf.trainer.ppo_trainer_async")
