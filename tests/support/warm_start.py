@@ -116,7 +116,8 @@ def _serve(listener: socket.socket) -> None:
                 if not process:
                     listener.close()
                     _become(client)
-                client.sendall(struct.pack("i", process))
+                with contextlib.suppress(OSError):  # a client that was killed meanwhile; its process then ends too
+                    client.sendall(struct.pack("i", process))
                 ended = os.pidfd_open(process)
                 waiting[ended] = waiting[client.fileno()] = process, ended, client
                 poll.register(ended, select.POLLIN)

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pipeline
 import psutil
@@ -49,3 +51,11 @@ def test_a_warm_process_ends_with_its_client(number):
         client.send_signal(number)
         assert client.wait(900) == -number
         assert process.pid != client.pid and psutil.wait_procs([process], timeout=900)[1] == []
+
+
+def test_clients_that_are_killed_before_they_have_a_process_do_not_end_the_template():
+    python = pipeline.warm_python()
+    for _ in range(20):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(Path(python).with_name("socket")))
+    assert subprocess.run([python, "-c", "print(1)"], capture_output=True, timeout=900).stdout == b"1\n"
