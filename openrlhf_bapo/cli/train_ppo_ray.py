@@ -76,7 +76,7 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     from openrlhf_bapo.openrlhf import cpu, registration
 
     resources = {}
-    if cpu.serves_the_run():
+    if registration.runs_on_cpu():
         cpu.adapt_flags(args)
         resources = cpu.ray_resources(args)
     registration.start_ray_at_equal_priority()

@@ -10,8 +10,7 @@ from openrlhf_bapo.command.flags import add_flags, check_flags, resolve_flags
 from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.saved_pool import SavedStateError
-from openrlhf_bapo.openrlhf import cpu
-from openrlhf_bapo.openrlhf.registration import register
+from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu
 from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint
 
 UPSTREAM = "openrlhf.cli.train_ppo_ray"
@@ -48,7 +47,7 @@ def run_upstream(
         add_flags(parser)
         parser.error = exit_with_one_line
         parsed, given = _parse(parser)
-        if depth == checks.MACHINE and cpu.serves_the_run() and "ds.param_dtype" not in given:
+        if depth == checks.MACHINE and runs_on_cpu() and "ds.param_dtype" not in given:
             vars(parsed)["ds.param_dtype"] = "fp32"  # many CPUs multiply bf16 matrices in scalar code
         try:
             resolve_flags(parsed, given)

@@ -351,12 +351,27 @@ def _check_machine(args: Namespace, values: dict) -> None:
         check_gpus(gpu_groups(args), torch.cuda.device_count())
         if args.ds.param_dtype == "fp32":
             raise FlagError("--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16")
+        _check_flash_attention(args)
     else:
         if args.ds.param_dtype == "fp16":
             raise FlagError("--ds.param_dtype fp16: DeepSpeed does not compute in fp16 on a CPU; allowed: fp32, bf16")
         for name in ("vllm.tensor_parallel_size", "ds.tensor_parallel_size", "ds.ring_attn_size"):
             if values[name] > 1:
                 raise FlagError(f"--{name} {values[name]}: needs GPUs; allowed on the CPU: 1")
+
+
+def _check_flash_attention(args: Namespace) -> None:
+    """Refuse what needs the package flash-attn if it is not installed. OpenRLHF packs samples with flash attention."""
+    ds, packs = args.ds, args.ds.packing_samples or args.train.dynamic_batch_enable or args.ds.ring_attn_size > 1
+    needs_it = ds.attn_implementation == "flash_attention_2" or (
+        packs and "flash_attention" not in ds.attn_implementation
+    )
+    if needs_it and importlib.util.find_spec("flash_attn") is None:
+        raise FlagError(
+            f"--ds.attn_implementation {ds.attn_implementation}: needs the package flash-attn, which is not installed, "
+            "for itself or for --ds.packing_samples, --train.dynamic_batch_enable or --ds.ring_attn_size; allowed "
+            "without it and them: sdpa, eager"
+        )
 
 
 def check_gpus(groups: dict[str, int], num_gpus: int) -> None:

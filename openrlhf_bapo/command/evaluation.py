@@ -35,8 +35,7 @@ from openrlhf_bapo.command.input_files import (
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
-from openrlhf_bapo.openrlhf import cpu
-from openrlhf_bapo.openrlhf.registration import register, runtime_env, start_ray_at_equal_priority
+from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu, runtime_env, start_ray_at_equal_priority
 
 MAX_NEW_TOKENS = 32768
 """Maximum tokens of a response, unless --max_new_tokens or the model's length allows fewer."""
@@ -387,7 +386,7 @@ def running_engines(
     import torch
     from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
 
-    environment = runtime_env("fp32" if cpu.serves_the_run() else "bf16")
+    environment = runtime_env("fp32" if runs_on_cpu() else "bf16")
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=environment)
     else:

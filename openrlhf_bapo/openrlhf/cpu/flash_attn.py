@@ -1,4 +1,4 @@
-"""flash_attn's padding helpers in torch, for machines without CUDA, which cannot install it.
+"""flash_attn's padding helpers in torch, for machines where it is not installed. Without CUDA it cannot be.
 
 These are the functions that `openrlhf/models/ring_attn_utils.py` imports, with the signatures of flash_attn 2.8.3
 (`bert_padding.py`).
@@ -44,7 +44,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def all_gather(x: torch.Tensor, process_group: Any) -> torch.Tensor:
     """Raise RuntimeError. Only ring attention calls this function, and it needs CUDA kernels."""
-    raise RuntimeError("ring attention (--ds.ring_attn_size above 1) needs a GPU")
+    raise RuntimeError("ring attention (--ds.ring_attn_size above 1) needs a GPU and the package flash-attn")
 
 
 def install() -> None:
