@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# BAPO on a laptop without a GPU: makes a tiny policy that walks on a grid, then trains it in OpenRLHF's pipeline.
-# Everything is written to runs/quickstart: the initial policy (made once) and one folder per run.
+# BAPO on a laptop without a GPU: trains a tiny policy that walks on a grid, in OpenRLHF's pipeline. Everything is
+# written to runs/quickstart: the start (the policy and its problems, made once) and one folder per run.
 # METHOD=grpo trains a baseline instead (scripts/method.sh). TASK=chain_sum MAX_NEW_TOKENS=8 trains on additions.
 # Further flags go to the training command, e.g. --bapo.positive_contribution_target 0.4. DRY_RUN=command makes the start
 # and prints the training command, to run it by hand.
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 
 RUNS=${RUNS:-runs/quickstart}
 TASK=${TASK:-walk}            # a task of examples/quickstart/prepare.py
-SEED=${SEED:-0}               # of the initial policy
+SEED=${SEED:-0}               # of the initial policy; 0 is in examples/quickstart/policies, others are fine-tuned
 STEPS=${STEPS:-60}            # global steps of 32 prompts x 8 samples; 100 steps use every prompt once
 PROMPTS=${PROMPTS:-32}        # prompts per rollout; the partial quickstart has 16
 EVAL_STEPS=${EVAL_STEPS:-20}  # global steps between evaluations

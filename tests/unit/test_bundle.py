@@ -93,6 +93,7 @@ def test_the_installed_environment_runs_sees_the_nodes_torch_and_counts_as_set_u
     assert run.returncode == 0, run.stderr
     venv = node / "repository/.venv"
     assert not (venv / "old").exists() and not [*venv.parent.glob(".venv.*")]
+    assert (venv / "bin/tiny").read_text().startswith(f"#!{venv}/bin/python\n")
     assert subprocess.run([venv / "bin/tiny"], capture_output=True).stdout == b"it works\n"
     ask = "import sys, torch, tiny, os; print(torch.__version__, os.listdir(os.path.dirname(tiny.__file__)), *sys.path)"
     said = subprocess.run([venv / "bin/python", "-c", ask], capture_output=True, text=True, check=True).stdout
