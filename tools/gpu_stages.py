@@ -243,7 +243,7 @@ QUICKSTARTS: dict[str, tuple[dict[str, str], list[str]]] = {
 def train_quickstart(page: Page, name: str) -> None:
     """Train on the quickstart's task; a run of the stage `resume` goes on from its checkpoint."""
     variables, flags = QUICKSTARTS[name]
-    work, engine = page.folder / "work" / name, ["--vllm.gpu_memory_utilization", "0.2"]
+    work, engine = page.folder / "work" / name, ["--vllm.gpu_memory_utilization", "0.1"]
     variables = {"RUNS": str(work), "EVAL_STEPS": variables["STEPS"], "DRY_RUN": "command"} | variables
     made = subprocess.run(
         ["bash", "scripts/train_bapo_quickstart.sh", *ONE_GPU, *engine, *flags],
@@ -299,7 +299,8 @@ def make_model(folder: Path, shape: str) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    fast.save_pretrained(folder)
     config = Qwen2Config(
         **SHAPES[shape],
         vocab_size=size,

@@ -153,7 +153,9 @@ def test_a_killed_evaluation_continues_and_ends_with_every_problem_once_and_metr
     together = Counter((line["prompt"], tuple(one["text"] for one in line["responses"])) for line in lines)
     assert len(together) > 0.9 * len(lines)
     assert fmean(len({one["text"] for one in line["responses"]}) for line in lines) > 0.8 * N
-    seeds = re.findall(r"LLM engine .*\bseed=(\d+)", (directory / "out" / "engines.log").read_text())
+    log = (directory / "out" / "engines.log").read_text()
+    assert set(re.findall(r"LLM engine .*\bdtype=torch\.(\w+)", log)) == {"float32"}  # on a CPU
+    seeds = re.findall(r"LLM engine .*\bseed=(\d+)", log)
     assert len(seeds) == 3 and len(set(seeds)) == 3
 
     # The metrics, by loops.
