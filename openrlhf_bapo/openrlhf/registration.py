@@ -25,6 +25,7 @@ SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
     ("openrlhf.utils.utils", "workarounds.know_fp32"),
     ("openrlhf.utils.deepspeed.deepspeed", "workarounds.accumulate_dynamic_batches"),
+    ("openrlhf.utils.deepspeed.deepspeed", "workarounds.train_without_a_compiler"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "workarounds.plan_steps_for_all_samples"),
     ("openrlhf.trainer.ray.launcher", "workarounds.hold_the_ranks_port"),
     ("openrlhf.trainer.ray.ppo_actor", "actor_trainer.use_actor_trainer"),
@@ -36,6 +37,7 @@ SEAMS = (
     ("openrlhf.trainer.ppo_trainer", "trainer.evaluate_at_start"),
     ("openrlhf.trainer.ppo_trainer_async", "trainer.use_off_policy_parts"),
     ("vllm.v1.engine.core", "workarounds.end_with_the_actor"),
+    ("vllm.v1.sample.ops.topk_topp_sampler", "workarounds.sample_without_flashinfer"),
 )
 """(module, our function that is called with the module after its import), in the order of the calls."""
 

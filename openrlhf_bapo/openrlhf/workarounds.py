@@ -1,6 +1,7 @@
 """Workarounds for faults of OpenRLHF 0.11.2 and vLLM 0.29, one function per fault."""
 
 import functools
+import importlib.util
 import math
 import multiprocessing
 import os
@@ -78,6 +79,47 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
         return config
 
     strategy.get_ds_train_config = get_ds_train_config
+
+
+def train_without_a_compiler(deepspeed_strategy: ModuleType) -> None:
+    """Let torch's AdamW train on GPUs for which DeepSpeed cannot compile its own. Both compute the same.
+
+    DeepSpeed compiles it at first use, and needs nvcc and CUDA's headers for that.
+    """
+    strategy = deepspeed_strategy.DeepspeedStrategy
+    upstream = strategy.get_ds_train_config
+
+    @functools.wraps(upstream)
+    def get_ds_train_config(self: Any, *args: Any, **kwargs: Any) -> dict:
+        config = upstream(self, *args, **kwargs)
+        if torch.cuda.is_available() and not self.adam_offload:
+            choose_adam(config)
+        return config
+
+    strategy.get_ds_train_config = get_ds_train_config
+
+
+def choose_adam(config: dict) -> None:
+    """Set `torch_adam` in a DeepSpeed configuration with AdamW, and print why, if DeepSpeed's cannot be compiled."""
+    if config.get("optimizer", {}).get("type") != "AdamW":
+        return
+    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception as error:  # torch and DeepSpeed raise many kinds
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"openrlhf-bapo: torch's AdamW trains, because DeepSpeed's cannot be compiled ({cause})", flush=True)
+        config["optimizer"]["params"]["torch_adam"] = True
+
+
+def sample_without_flashinfer(_: ModuleType) -> None:
+    """Let vLLM's engines sample without the package flashinfer where it is not installed.
+
+    vLLM 0.29 imports it for its sampler on a GPU, also if no request needs it, and the engine does not start.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def plan_steps_for_all_samples(replay_buffer: ModuleType) -> None:

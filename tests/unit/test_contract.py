@@ -210,6 +210,7 @@ SOURCES = [
     ("openrlhf.trainer.ppo_trainer", "run_actor = global_steps > self.args.critic.freezing_steps", "the same"),
     ("deepspeed.runtime.zero.partition_parameters", "launch_handles[-1].wait()", "the CPU's own gather of parameters"),
     ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
+    ("vllm.v1.sample.ops.topk_topp_sampler", "if not envs.VLLM_USE_FLASHINFER_SAMPLER:", "engines without flashinfer"),
 ]
 
 

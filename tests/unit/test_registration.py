@@ -1,11 +1,15 @@
 """Registration: our parts are in OpenRLHF's seams, in whichever order a process imports the modules."""
 
+import importlib.util
+import os
 import subprocess
 import sys
 
 import pipeline
 import pytest
+import torch
 
+from openrlhf_bapo.openrlhf import workarounds
 from openrlhf_bapo.openrlhf.registration import HEAVY, SEAMS
 
 FILES = sorted({function.split(".")[0] for _, function in SEAMS})
@@ -82,3 +86,45 @@ def test_deepspeed_stops_counting_micro_batches_only_where_it_would_lose_their_g
     )
     config = get_strategy(args).get_ds_train_config()
     assert config.get("managed_gradient_accumulation", True) == is_counting
+
+
+IMPORTS_VLLMS_SAMPLER = """
+import importlib, os
+from openrlhf_bapo import register_in_vllm
+register_in_vllm()  # as vLLM calls it in an engine's process
+importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+from vllm import envs
+print(envs.VLLM_USE_FLASHINFER_SAMPLER)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
+@pytest.mark.parametrize(("given", "used"), [({}, "False"), ({"VLLM_USE_FLASHINFER_SAMPLER": "1"}, "True")])
+def test_an_engine_samples_without_flashinfer_where_it_is_not_installed(given, used):
+    variables = {name: value for name, value in os.environ.items() if name != "VLLM_USE_FLASHINFER_SAMPLER"}
+    command = [pipeline.warm_python(), "-c", IMPORTS_VLLMS_SAMPLER]
+    run = subprocess.run(command, capture_output=True, text=True, env=variables | given)
+    assert run.stdout.split()[-1:] == [used], run.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed's optimizer cannot be compiled only without a GPU")
+@pytest.mark.parametrize(("offload", "has_line"), [(None, True), (True, False)])
+def test_torchs_adamw_trains_on_a_gpu_where_deepspeeds_cannot_be_compiled(
+    tmp_path, monkeypatch, capsys, offload, has_line
+):
+    from openrlhf.utils.utils import get_strategy
+
+    args = pipeline.parse(pipeline.flags(pipeline.make_model(tmp_path), ds__adam_offload=offload))
+    strategy = get_strategy(args)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    strategy.get_ds_train_config({"type": "AdamW", "params": {}})
+    line = "openrlhf-bapo: torch's AdamW trains, because DeepSpeed's cannot be compiled ("
+    assert (line in capsys.readouterr().out) == has_line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed's optimizer cannot be compiled only without a GPU")
+def test_only_adamw_is_replaced_by_torchs():
+    adam, muon = ({"optimizer": {"type": name, "params": {}}} for name in ("AdamW", "Muon"))
+    for config in (adam, muon, {}):
+        workarounds.choose_adam(config)
+    assert adam["optimizer"]["params"] == {"torch_adam": True} and muon["optimizer"]["params"] == {}
