@@ -41,6 +41,9 @@ class Stage:
     is_timed: bool = False
     """Whether its figures are times, so that it must run alone."""
 
+    fallback: dict[str, str] = field(default_factory=dict)
+    """Environment with which the stage runs a second time if it fails, and all later stages if it then succeeds."""
+
 
 STAGES = {
     "versions": Stage("the packages' versions, a matrix product on each GPU", 60),
@@ -48,7 +51,11 @@ STAGES = {
         "loss and gradient of each clip rule against float64 on the CPU; GPU tests; speed of the search", 180, True
     ),
     "adam": Stage("DeepSpeed compiles its optimizer, once per machine", 240),
-    "engine": Stage("log-probs of a vLLM engine against the model's in transformers, bf16 and fp32", 240),
+    "engine": Stage(
+        "log-probs of a vLLM engine against the model's in transformers, bf16 and fp32",
+        180,
+        fallback={"VLLM_USE_V2_MODEL_RUNNER": "0"},  # vLLM's older code, with fewer Triton kernels
+    ),
     "ppo": Stage(
         "the quickstart's task with --policy_loss ppo: colocated, both sides sleep, weights over CUDA IPC", 240
     ),
@@ -128,18 +135,31 @@ class Runner:
     def __init__(self, page: Page, options: list[str], deadline: float, slowdown: int) -> None:
         self._page, self._options, self._deadline, self._slowdown = page, options, deadline, slowdown
         self._running: set[subprocess.Popen] = set()
+        self._variables: dict[str, str] = {}  # of the fallbacks that helped
 
     def run(self, name: str) -> None:
-        """Run a stage until it ends, or its time, or that of --minutes."""
-        stage, log = STAGES[name], self._page.folder / f"{name}.log"
+        """Run a stage, and once more with its fallback if it fails."""
+        fallback = STAGES[name].fallback
+        if self._run(name, f"{name}.log", self._variables) or not fallback:
+            return
+        if self._run(name, f"{name}-again.log", self._variables | fallback):
+            self._variables |= fallback
+            variables = ", ".join(f"{variable}={value}" for variable, value in fallback.items())
+            self._page.add(RIGHT, f"{name}, fallback", f"succeeds with {variables}, which the later stages keep")
+
+    def _run(self, name: str, log_name: str, variables: dict[str, str]) -> bool:
+        """Run a stage until it ends, or its time, or that of --minutes. Return False if it failed."""
+        stage, log = STAGES[name], self._page.folder / log_name
         limit = min(stage.seconds * self._slowdown, self._deadline - time.monotonic())
         if limit < LEAST_SECONDS:
             self._page.add(NOT_RUN, name, f"{stage.text}; --minutes left {max(limit, 0):.0f} s for it")
-            return
+            return True
         command = [sys.executable, __file__, "--stage", name, "--out", str(self._page.folder), *self._options]
         start = time.monotonic()
         with open(log, "w") as file:
-            process = subprocess.Popen(command, cwd=REPOSITORY, stderr=file, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=os.environ | variables, stderr=file, stdin=subprocess.DEVNULL
+            )
         self._running.add(process)
         try:
             code = process.wait(limit)
@@ -147,7 +167,7 @@ class Runner:
             end(process)
             text = f"ended after its {limit:.0f} s; the last lines are in {self._page.folder}/{name}*.log"
             self._page.add(WRONG, name, f"{text}: {last_line(log)}")
-            return
+            return False
         finally:
             self._running.discard(process)
         seconds = time.monotonic() - start
@@ -155,6 +175,7 @@ class Runner:
             self._page.add(WRONG, name, f"exit code {code}: {last_line(log)} ({log} has the whole output)")
         else:
             self._page.add(RIGHT, f"{name}, seconds", f"{seconds:.0f}", seconds=seconds)
+        return not code
 
     def end(self) -> None:
         """End the stages that run."""
@@ -203,15 +224,19 @@ def main() -> None:
     def stop(*_: object) -> None:
         page.add(WRONG, "the check", "ended by SIGTERM")
         runner.end()
+        shutil.rmtree(page.folder / "work", ignore_errors=True)
         os._exit(143)
 
     signal.signal(signal.SIGTERM, stop)
-    chosen = [name for name in STAGES if name in names]
-    first = [name for name in chosen if name in ("versions", "rules", "adam", "engine", "ppo")]
-    for name in [*first, *(name for name in chosen if STAGES[name].is_timed and name not in first)]:
-        runner.run(name)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(runner.run, [n for n in chosen if n not in first and not STAGES[n].is_timed]))
+    if not args.model:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all models are local; a node may have no network
+    # One group after the other. The compiler of `adam` and the GPU of `engine` do not disturb each other.
+    groups = [["versions"], ["rules"], ["adam", "engine"], ["ppo"]]
+    groups += [[name] for name, stage in STAGES.items() if stage.is_timed and name != "rules"]
+    rest = [name for name in STAGES if not any(name in group for group in groups)]
+    for group in [*groups, rest]:
+        with ThreadPoolExecutor(args.jobs if group == rest else len(group)) as pool:
+            list(pool.map(runner.run, [name for name in group if name in names]))
     shutil.rmtree(page.folder / "work", ignore_errors=True)  # models and checkpoints
     print(f"the page: {page.folder / 'report.md'}")
     if any(finding.status == WRONG for finding in page.findings()):

@@ -38,7 +38,11 @@ def checked(tmp_path_factory):
 def test_what_needs_a_gpu_is_named_and_nothing_else_is_missing(checked):
     assert not [what for what, finding in checked.items() if finding["status"] == "wrong"]
     missing = {what for what, finding in checked.items() if finding["status"] == "not run"}
-    of_shapes = {f"{method}: {what}" for method in ("ppo", "bapo") for what in ("memory", "plan of time for an H100")}
+    of_shapes = {
+        f"{method}: {what}"
+        for method in ("ppo", "bapo")
+        for what in ("memory", "plan of time for an H100", "the engine's sleep")
+    }
     assert missing == {"flash-attn", "GPU", "GPU tests", "DeepSpeed's optimizer"} | of_shapes
     assert {f"{stage}, seconds" for stage in RUN_HERE.split(",")} < checked.keys()
 
@@ -110,6 +114,44 @@ def test_a_stage_for_which_no_time_is_left_does_not_start(runner):
     assert (finding.status, finding.text) == ("not run", "a text; --minutes left 29 s for it")
 
 
+def test_a_fallback_that_helps_is_kept_and_one_that_does_not_is_forgotten(tmp_path, monkeypatch):
+    program = "import os, sys; sys.exit(None if os.environ.get('HELPS') == '1' else 'failed')"
+    (tmp_path / "program.py").write_text(program)
+    monkeypatch.setattr(verify_gpu, "__file__", str(tmp_path / "program.py"))
+    fallbacks = {"versions": {}, "engine": {"HELPS": "0"}, "rules": {"HELPS": "1"}, "trl": {}}
+    page = verify_gpu.Page(tmp_path / "out")
+    runner = verify_gpu.Runner(page, [], time.monotonic() + 900, 1)
+    for name, fallback in fallbacks.items():
+        monkeypatch.setitem(verify_gpu.STAGES, name, verify_gpu.Stage("a text", 900, fallback=fallback))
+        runner.run(name)
+    found = [(finding.status, finding.what) for finding in page.findings()]
+    assert found[:4] == [("wrong", "versions"), ("wrong", "engine"), ("wrong", "engine"), ("wrong", "rules")]
+    assert found[4:] == [("right", "rules, seconds"), ("right", "rules, fallback"), ("right", "trl, seconds")]
+    assert "- rules, fallback: succeeds with HELPS=1, " in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize("message, is_repeated", [("Error in memory profiling.", True), ("no such model", False)])
+def test_a_run_is_repeated_only_if_another_run_disturbed_it(tmp_path, message, is_repeated):
+    program = f"""
+import os, sys
+if not os.path.exists("{tmp_path}/tried"):
+    open("{tmp_path}/tried", "w").close()
+    sys.exit({message!r})
+print("done")
+"""
+    page = verify_gpu.Page(tmp_path / "out")
+    output = gpu_stages.run_logged(page, "replay", [sys.executable, "-c", program])
+    assert output == ("done\n" if is_repeated else None)
+    assert [finding.status for finding in page.findings()] == ([] if is_repeated else ["wrong"])
+
+
+def test_the_engines_sleep_is_read_from_the_output_of_a_run(tmp_path):
+    page = verify_gpu.Page(tmp_path / "out")
+    lines = ["It took 0.25 seconds to fall asleep.", "It took 0.1 seconds to wake up tags ['weights'].", "It took"]
+    gpu_stages._describe_sleep(page, "ppo", "\n".join([*lines, lines[0].replace("0.25", "0.75")]))
+    assert page.findings()[0].text == "0.50 s to fall asleep, 0.10 s to wake up"
+
+
 def test_after_sigterm_the_page_has_what_was_found_and_no_process_goes_on(tmp_path):
     with pipeline.running(
         [*SCRIPT, "--stages", "versions,ppo", "--out", str(tmp_path / "out")], tmp_path / "log"
@@ -121,6 +163,7 @@ def test_after_sigterm_the_page_has_what_was_found_and_no_process_goes_on(tmp_pa
     assert psutil.wait_procs(family, timeout=900)[1] == []
     page = (tmp_path / "out/report.md").read_text()
     assert "- the check: ended by SIGTERM" in page and "- torch: " in page
+    assert not (tmp_path / "out/work").exists()
 
 
 def test_memory_is_that_of_the_phase_in_which_it_was_used(tmp_path):
