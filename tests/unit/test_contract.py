@@ -211,6 +211,7 @@ SOURCES = [
     ("deepspeed.runtime.zero.partition_parameters", "launch_handles[-1].wait()", "the CPU's own gather of parameters"),
     ("deepspeed.runtime.config", 'TORCH_ADAM_PARAM = "torch_adam"', "AdamW without a compiler"),
     ("vllm.v1.sample.ops.topk_topp_sampler", "if not envs.VLLM_USE_FLASHINFER_SAMPLER:", "engines without flashinfer"),
+    ("vllm.v1.attention.backends.fa_utils", "    from vllm.vllm_flash_attn import (", "what a bundle for GPUs keeps"),
 ]
 
 
