@@ -31,6 +31,8 @@ def checked(tmp_path_factory):
     assert run.returncode == 0, run.stdout + run.stderr + page
     findings = [json.loads(line) for line in (out / "findings.jsonl").read_text().splitlines()]
     assert not (out / "work").exists()  # what is left is small
+    for name in ("ppo", "shape_ppo"):  # the command would say that it sets the flag
+        assert "--vllm.enforce_eager is" not in (out / f"{name}-run.log").read_text()
     assert all(f"- {finding['what']}: {finding['text']}" in page.splitlines() for finding in findings)
     return {finding["what"]: finding for finding in findings}
 
@@ -115,10 +117,10 @@ def test_a_stage_for_which_no_time_is_left_does_not_start(runner):
 
 
 def test_a_fallback_that_helps_is_kept_and_one_that_does_not_is_forgotten(tmp_path, monkeypatch):
-    program = "import os, sys; sys.exit(None if os.environ.get('HELPS') == '1' else 'failed')"
+    program = "import os, sys; sys.exit('HELPS' not in os.environ or 'HARMS' in os.environ)"
     (tmp_path / "program.py").write_text(program)
     monkeypatch.setattr(verify_gpu, "__file__", str(tmp_path / "program.py"))
-    fallbacks = {"versions": {}, "engine": {"HELPS": "0"}, "rules": {"HELPS": "1"}, "trl": {}}
+    fallbacks = {"versions": {}, "engine": {"HARMS": "1"}, "rules": {"HELPS": "1"}, "trl": {}}
     page = verify_gpu.Page(tmp_path / "out")
     runner = verify_gpu.Runner(page, [], time.monotonic() + 900, 1)
     for name, fallback in fallbacks.items():
