@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 REPOSITORY = Path(__file__).parents[1]
-FORMAT = 1
+FORMAT = 2
 _MIB = 2**20
 _OF_SETUP = ("scripts/setup.sh", "scripts/requirements-cpu.txt", "setup.cfg", "pyproject.toml")
 _OF_VENV = re.compile(r"(python[\d.]*|activate.*|Activate.*|pip[\d.]*|uvx?)$")
@@ -106,7 +106,10 @@ def collect(venv: Path, out: Path, device: str, piece_mb: int, without: set[str]
     (packages,) = venv.glob("lib/python*/site-packages")
     files, names = _files_of(packages, without)
     chosen = [file for file in sorted(files) if not _is_left_out(file, leave_out)]
+    has_bytecode = any(file.endswith(".pyc") for file in chosen)
     size = sum((packages / file).stat().st_size for file in chosen)
+    if not has_bytecode:  # the node writes it, and it is about as large as its source
+        size += sum((packages / file).stat().st_size for file in chosen if file.endswith(".py"))
     out.mkdir(parents=True)
     print(f"packing {len(names)} packages, {size / _MIB:,.0f} MiB", flush=True)
     stream = _Pieces(out, piece_mb * _MIB)
@@ -126,6 +129,7 @@ def collect(venv: Path, out: Path, device: str, piece_mb: int, without: set[str]
             "setup": digest_of_setup(),
             "prefix": str(venv),
             "bytes": size,
+            "bytecode": has_bytecode,
             "packages": sorted(names),
             "without": sorted(without),
             "pieces": stream.pieces,
@@ -254,6 +258,9 @@ def install(bundle: Path, on: str | None) -> None:
         (packages,) = aside.glob("lib/python*/site-packages")
         print(f"unpacking {len(manifest['packages'])} packages", flush=True)
         _unpack(bundle, manifest, packages, aside, venv)
+        if not manifest["bytecode"]:
+            print("compiling them", flush=True)
+            _compile(python, packages)
         (packages / "openrlhf_bapo.pth").write_text(f"{REPOSITORY}\n")
         if on:
             (packages / "on.pth").write_text(f"import site; site.addsitedir({purelib!r})\n")
@@ -307,6 +314,16 @@ def _unpack(bundle: Path, manifest: dict, packages: Path, aside: Path, venv: Pat
                 content = (aside / name).read_bytes()
                 if content.startswith(before):
                     (aside / name).write_bytes(after + content[len(before) :])
+
+
+def _compile(python: str, packages: Path) -> None:
+    """Write the bytecode of the packages. Otherwise each process of a run compiles what it imports.
+
+    Some packages hold files that are not Python of this version, so errors count for nothing.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [python, "-m", "compileall", "-q", "-j", "0", str(packages)]
+    subprocess.run(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _write_stamp(venv: Path, device: str) -> None:

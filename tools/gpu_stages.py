@@ -93,7 +93,7 @@ def run_logged(page: Page, what: str, command: list[str], **environment: str) ->
             return output
         if not any(text in output for text in DISTURBED):
             break
-    page.add(WRONG, what, f"exit code {code}: {last_line(log)} ({log} has the whole output)")
+    page.add(WRONG, what, f"exit code {code}: {last_line(log)} ({os.path.relpath(log)} has the whole output)")
     return None
 
 
@@ -187,11 +187,11 @@ def build_adam(page: Page) -> None:
     if not HAS_GPU:
         page.add(NOT_RUN, "DeepSpeed's optimizer", f"{NO_GPU}; on a CPU torch's AdamW takes its place")
         return
-    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+    from openrlhf_bapo.openrlhf.workarounds import compile_adam
 
     start = time.monotonic()
     try:
-        FusedAdamBuilder().load()
+        compile_adam()
     except Exception as error:  # torch and DeepSpeed raise many kinds
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         page.add(WRONG, "DeepSpeed's optimizer", f"cannot be compiled, so that torch's AdamW trains: {cause}")
@@ -410,7 +410,7 @@ def _describe_sleep(page: Page, method: str, output: str) -> None:
 def _shape_flags(model: str, work: Path) -> list[str]:
     """Return the flags of a short run, the same for every method; write its prompts and reward."""
     # On a GPU as many responses as an engine generates at the same time, so that a step takes seconds.
-    prompts, samples, tokens, steps = (16, 8, 512, 4) if HAS_GPU else (4, 4, 16, 3)
+    prompts, samples, tokens, steps = (16, 8, 256, 3) if HAS_GPU else (4, 4, 16, 3)
     work.mkdir(parents=True, exist_ok=True)
     rows = (f'{{"input": "{10 + i % 90}+{10 + i * 7 % 90}=", "label": "0"}}\n' for i in range(prompts * steps))
     (work / "prompts.jsonl").write_text("".join(rows))

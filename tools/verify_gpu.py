@@ -165,14 +165,18 @@ class Runner:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             end(process)
-            text = f"ended after its {limit:.0f} s; the last lines are in {self._page.folder}/{name}*.log"
+            text = (
+                f"ended after its {limit:.0f} s; the last lines are in {os.path.relpath(self._page.folder)}/{name}*.log"
+            )
             self._page.add(WRONG, name, f"{text}: {last_line(log)}")
             return False
         finally:
             self._running.discard(process)
         seconds = time.monotonic() - start
         if code:
-            self._page.add(WRONG, name, f"exit code {code}: {last_line(log)} ({log} has the whole output)")
+            self._page.add(
+                WRONG, name, f"exit code {code}: {last_line(log)} ({os.path.relpath(log)} has the whole output)"
+            )
         else:
             self._page.add(RIGHT, f"{name}, seconds", f"{seconds:.0f}", seconds=seconds)
         return not code

@@ -5,6 +5,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import re
 import socket
 import threading
 from types import ModuleType
@@ -103,14 +104,25 @@ def choose_adam(config: dict) -> None:
     """Set `torch_adam` in a DeepSpeed configuration with AdamW, and print why, if DeepSpeed's cannot be compiled."""
     if config.get("optimizer", {}).get("type") != "AdamW":
         return
-    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
-
     try:
-        FusedAdamBuilder().load(verbose=False)
+        compile_adam()
     except Exception as error:  # torch and DeepSpeed raise many kinds
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"openrlhf-bapo: torch's AdamW trains, because DeepSpeed's cannot be compiled ({cause})", flush=True)
         config["optimizer"]["params"]["torch_adam"] = True
+
+
+def compile_adam() -> None:
+    """Let DeepSpeed compile its AdamW for GPUs, or load it if that was done before. Raises what DeepSpeed raises.
+
+    DeepSpeed 0.19 ends at architectures such as "9.0a" in TORCH_CUDA_ARCH_LIST (its pull request 8619). AdamW needs
+    none of their features, so this process has the variable without the letters.
+    """
+    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+
+    if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[a-z]", "", architectures)
+    FusedAdamBuilder().load(verbose=False)
 
 
 def sample_without_flashinfer(_: ModuleType) -> None:

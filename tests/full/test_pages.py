@@ -44,7 +44,7 @@ def site(tmp_path_factory):
 
 def test_every_page_of_the_docs_fits_its_column_and_needs_no_network(site):
     found = pages.find_faults(site)
-    assert len(found) == len(list((pipeline.REPOSITORY / "docs").glob("*.md")))
+    assert len(found) == len(list((pipeline.REPOSITORY / "docs").rglob("*.md")))
     assert {page: faults for page, faults in found.items() if faults} == {}
 
 

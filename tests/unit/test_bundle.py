@@ -92,6 +92,7 @@ def test_the_installed_environment_runs_sees_the_nodes_torch_and_counts_as_set_u
     run = install(node, made)
     assert run.returncode == 0, run.stderr
     venv = node / "repository/.venv"
+    assert [*venv.glob("lib/python*/site-packages/tiny/__pycache__/__init__.*.pyc")], "each process would compile it"
     assert not (venv / "old").exists() and not [*venv.parent.glob(".venv.*")]
     assert (venv / "bin/tiny").read_text().startswith(f"#!{venv}/bin/python\n")
     assert subprocess.run([venv / "bin/tiny"], capture_output=True).stdout == b"it works\n"
@@ -129,7 +130,7 @@ FAULTS = {
     "a piece that was cut": (lambda b, _: os.truncate(b / "packages.002", 9), "packages.002: has 9 bytes instead of "),
     "a piece that is damaged": (damage, "packages.001: is damaged (its checksum differs); copy it again"),
     "no manifest": (lambda b, _: (b / "manifest.json").unlink(), "no bundle (FileNotFoundError: manifest.json)"),
-    "another format": (edit(format=2), "a bundle of format 2; allowed: 1"),
+    "another format": (edit(format=1), "a bundle of format 1; allowed: 2"),
     "another Python": (edit(python="3.9"), "is for Python 3.9, here it is 3."),
     "another CPU": (edit(machine="aarch64"), "is for a CPU of kind aarch64, and this is "),
     "a full disk": (edit(bytes=2**60), " bytes are free on its disk, and the bundle needs 1,15"),

@@ -128,3 +128,19 @@ def test_only_adamw_is_replaced_by_torchs():
     for config in (adam, muon, {}):
         workarounds.choose_adam(config)
     assert adam["optimizer"]["params"] == {"torch_adam": True} and muon["optimizer"]["params"] == {}
+
+
+def test_deepspeed_compiles_its_adamw_where_the_environment_asks_for_an_architecture_with_a_letter(monkeypatch):
+    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+
+    flags = []
+
+    def load(self, verbose):
+        self.jit_mode = True
+        self.compute_capability_args()
+        flags.append(os.environ["TORCH_CUDA_ARCH_LIST"])
+
+    monkeypatch.setattr(FusedAdamBuilder, "load", load)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 10.0a+PTX")
+    workarounds.compile_adam()
+    assert flags == ["9.0;10.0+PTX"]
