@@ -11,13 +11,16 @@ from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.other_rules import RULES
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
+from openrlhf_bapo.core.staleness_weights import LEVELS, WEIGHTS
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 
 RATIO_BASES = ("auto", "recomputed", "rollout")
 OBJECTIVES = ("behavior", "decoupled")
 
 _CORRECTION_CAP = 2.0
-"""Highest weight of a token with `--offpolicy.objective decoupled`."""
+"""Highest weight of a token with `--offpolicy.weight capped`."""
+
+_CORRECTION = "algo.advantage.is_correction_"
 
 _UNCUT = 2**31 - 1
 """A token budget that no response can use up."""
@@ -114,8 +117,23 @@ def _add_off_policy_flags(group: argparse._ArgumentGroup) -> None:
         choices=OBJECTIVES,
         default="behavior",
         help="behavior: the ratio is against the policy that generated the token; decoupled: it is against the policy "
-        "that the training step starts from, and the token's loss is weighted by that policy's probability over the "
-        "generating policy's, at most 2 or --algo.advantage.is_correction_threshold (default: behavior)",
+        "that the training step starts from, and --offpolicy.weight corrects for the rest (default: behavior)",
+    )
+    group.add_argument(
+        "--offpolicy.weight",
+        choices=WEIGHTS,
+        default=None,
+        help="with --offpolicy.objective decoupled, the weight of a token's loss by s, the probability under the "
+        "policy that the training step starts from over that under the policy that generated it; capped: min(s, 2), "
+        "or --algo.advantage.is_correction_threshold; masked: s, or 0 outside [0.5, 5]; tapered: 1 where the "
+        "advantage is positive, min(s, 1) elsewhere; fresh tokens have s = 1 with tapered (default: capped)",
+    )
+    group.add_argument(
+        "--offpolicy.weight_level",
+        choices=LEVELS,
+        default=None,
+        help="with --offpolicy.weight masked or tapered: s of the token, or of the whole response; masked takes the "
+        "geometric mean of the response's (default: token with masked, sequence with tapered)",
     )
     group.add_argument(
         "--offpolicy.lag",
@@ -209,8 +227,7 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     _check_reward_faults(values)
     _check_lag(values)
     _fill_in_lag(values)
-    if values["offpolicy.objective"] == "decoupled":
-        _fill_in_decoupled(values, policy_loss, given_names)
+    _fill_in_objective(values, policy_loss, given_names)
     _check_off_policy(values, policy_loss)
     values["offpolicy.ratio_base"] = _ratio_base(values, policy_loss)
     _check_dump_tokens(values, policy_loss)
@@ -268,13 +285,19 @@ def _fill_in_lag(values: dict) -> None:
         values |= {"partial.token_budget": _UNCUT, "partial.oversample": 1.0, "partial.max_staleness": lag}
 
 
-def _fill_in_decoupled(values: dict, policy_loss: str, given_names: Set[str]) -> None:
-    """Fill in the parts of the objective that are not given: recomputed log-probs in the ratio, and IS correction.
-
-    With a clip rule on stale data, either part alone is refused: the ratio hides staleness, and the correction is for
-    such a ratio.
-    """
-    flag = "--offpolicy.objective decoupled"
+def _fill_in_objective(values: dict, policy_loss: str, given_names: Set[str]) -> None:
+    """Fill in the parts of the objective that are not given: the ratio's denominator, and the weight."""
+    objective, weight, level = (values[f"offpolicy.{name}"] for name in ("objective", "weight", "weight_level"))
+    flag = f"--offpolicy.objective {objective}"
+    if objective == "behavior":
+        for name, value in (("weight", weight), ("weight_level", level)):
+            if value not in (None, "none"):
+                raise FlagError(
+                    f"--offpolicy.{name} {value}: would count staleness twice with {flag}, whose ratio has it; allowed "
+                    "with --offpolicy.objective decoupled"
+                )
+        values["offpolicy.weight"] = "none"
+        return
     if policy_loss in ("gspo", "topr", "balanced"):
         raise FlagError(
             f"{flag}: clips each token's ratio; allowed with --policy_loss ppo, bapo, m2 or divergence, not "
@@ -283,19 +306,46 @@ def _fill_in_decoupled(values: dict, policy_loss: str, given_names: Set[str]) ->
     if values["offpolicy.ratio_base"] == "rollout":
         raise FlagError(f"--offpolicy.ratio_base rollout: allowed with {flag}: auto, recomputed")
     values["offpolicy.ratio_base"] = "recomputed"
-    prefix = "algo.advantage.is_correction_"
-    if f"{prefix}level" in given_names and values[f"{prefix}level"] == "off":
-        raise FlagError(f"--{prefix}level off: {flag} needs this correction; allowed: token, seq")
+    if level and weight not in ("masked", "tapered"):
+        raise FlagError(
+            f"--offpolicy.weight_level {level}: allowed with --offpolicy.weight masked or tapered, not {weight}"
+        )
+    if weight in ("none", "tapered"):
+        _fill_in_no_correction(values, weight)
+    else:
+        _fill_in_correction(values, weight, level, given_names)
 
-    def fill_in(name: str, value: object) -> None:
-        if prefix + name not in given_names:
-            values[prefix + name] = value
 
-    fill_in("level", "token")
-    if values[f"{prefix}level"] == "token" and values.get(f"{prefix}gating", "ratio") == "ratio":
-        fill_in("mode", "clip")
-        if values[f"{prefix}mode"] == "clip":
-            fill_in("threshold", [0.0, _CORRECTION_CAP])
+def _fill_in_no_correction(values: dict, weight: str) -> None:
+    if (level := values.get(f"{_CORRECTION}level", "off")) != "off":
+        raise FlagError(
+            f"--{_CORRECTION}level {level}: weighs tokens too; allowed with --offpolicy.weight {weight}: off"
+        )
+    if weight == "tapered":
+        values["offpolicy.weight_level"] = values["offpolicy.weight_level"] or "sequence"
+
+
+def _fill_in_correction(values: dict, weight: str | None, level: str | None, given_names: Set[str]) -> None:
+    """Set OpenRLHF's IS correction, which has the weights "capped" and "masked". Its own flags choose without one."""
+    given = {name: values[_CORRECTION + name] for name in ("level", "mode") if _CORRECTION + name in given_names}
+    if given.get("level") == "off":
+        raise FlagError(f"--{_CORRECTION}level off: is --offpolicy.weight none or tapered; allowed: token, seq")
+    if weight:
+        wanted = {"level": "seq" if level == "sequence" else "token", "mode": "clip" if weight == "capped" else "mask"}
+        for name, value in given.items():
+            if value != wanted[name]:
+                setting = f"--offpolicy.weight {weight}" + (f" --offpolicy.weight_level {level}" if level else "")
+                raise FlagError(f"--{_CORRECTION}{name} {value}: allowed with {setting}: {wanted[name]}")
+        values |= {_CORRECTION + name: value for name, value in wanted.items()}
+    elif "level" not in given:
+        values[f"{_CORRECTION}level"] = "token"
+    is_token_ratio = values[f"{_CORRECTION}level"] == "token" and values.get(f"{_CORRECTION}gating", "ratio") == "ratio"
+    if is_token_ratio and not weight and "mode" not in given:
+        values[f"{_CORRECTION}mode"] = "clip"
+    is_capped = values.get(f"{_CORRECTION}mode") == "clip"
+    if is_capped and f"{_CORRECTION}threshold" not in given_names:
+        values[f"{_CORRECTION}threshold"] = [0.0, _CORRECTION_CAP]
+    values["offpolicy.weight"] = "capped" if is_capped else "masked"
 
 
 def _ratio_base(values: dict, policy_loss: str) -> str | None:

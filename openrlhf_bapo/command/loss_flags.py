@@ -15,8 +15,9 @@ from openrlhf_bapo.core.clip_config import (
     SEARCH_FIELDS,
     ClipConfig,
 )
-from openrlhf_bapo.core.other_rules import LEVELS, RULES, default_settings
+from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.core.settings import smoothing_config
+from openrlhf_bapo.core.staleness_weights import LEVELS
 
 _OF_EVERY_LOSS = ("bapo.dump_tokens", "bapo.max_skipped_updates")
 

@@ -21,8 +21,8 @@ from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, measur
 from openrlhf_bapo.core.clip_config import PRESETS, ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule
 from openrlhf_bapo.core.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
+from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
 
-LEVELS = ("token", "sequence")
 _MOST = math.exp(21.0)  # beyond every ratio
 
 
@@ -262,11 +262,8 @@ def default_settings(name: str) -> dict[str, Any]:
 
 
 def _tapered(tokens: Tokens, level: str) -> torch.Tensor:
-    ratio = tokens.ratio
-    if level == "sequence":
-        log_ratio = torch.where(tokens.weight > 0, tokens.log_probs.detach() - tokens.behavior_log_probs, 0.0)
-        ratio = log_ratio.sum(-1, keepdim=True).clamp(-20.0, 20.0).exp().expand_as(log_ratio)
-    return torch.where(tokens.advantages > 0, 1.0, ratio.clamp(max=1.0))
+    log_ratio = tokens.log_probs.detach() - tokens.behavior_log_probs
+    return tapered_weights(log_ratio, tokens.advantages, tokens.weight, level)
 
 
 def _sides(tally: ContributionTally) -> tuple[torch.Tensor, torch.Tensor]:

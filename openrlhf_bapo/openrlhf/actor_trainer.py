@@ -18,7 +18,7 @@ from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, save_clip_rule
-from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy
+from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, is_tapered
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
 
@@ -50,6 +50,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
                 self.actor_loss_fn,
                 rule=self._rule,
                 token_weight=self.args.bapo.token_weight or "none",
+                tapered=self.args.offpolicy.weight_level if is_tapered(self.args) else None,
                 group=self._group,
             )
             if self._rule.config.scope == "update":

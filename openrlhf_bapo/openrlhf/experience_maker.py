@@ -18,7 +18,7 @@ from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
-from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, replay_config_from_args
+from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, is_tapered, replay_config_from_args
 
 # Fields of Experience that have another name in the pool. OpenRLHF's loss takes action_log_probs as the denominator of
 # the ratio, so they are the behavior policy's.
@@ -68,7 +68,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         experiences = super().make_experience(samples_list)
         if is_off_policy(self.args):
             mismatch, num_mixed, base = [], 0, self.args.offpolicy.ratio_base
-            needs_engine = base != "recomputed" or self.args.algo.advantage.is_correction_level != "off"
+            is_corrected = self.args.algo.advantage.is_correction_level != "off" or is_tapered(self.args)
+            needs_engine = base != "recomputed" or is_corrected
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
@@ -83,9 +84,14 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                 if needs_engine and experience.rollout_log_probs is None:
                     raise ValueError(
                         "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio or its "
-                        "correction needs (in async training, with --offpolicy.ratio_base rollout, or with "
-                        "--algo.advantage.is_correction_level); --policy_loss ppo runs without them if it is given "
-                        "--offpolicy.ratio_base recomputed"
+                        "correction needs (in async training, with --offpolicy.ratio_base rollout, "
+                        "--offpolicy.weight or --algo.advantage.is_correction_level); --policy_loss ppo runs without "
+                        "them if it is given --offpolicy.ratio_base recomputed"
+                    )
+                if is_tapered(self.args):
+                    # The mismatch of engine and actor does not count as staleness: fresh tokens have s = 1.
+                    experience.rollout_log_probs = torch.where(
+                        experience.staleness > 0, experience.rollout_log_probs, experience.action_log_probs
                     )
                 if base == "rollout":
                     experience.action_log_probs = experience.rollout_log_probs * mask

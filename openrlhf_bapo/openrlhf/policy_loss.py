@@ -12,6 +12,7 @@ from openrlhf.models.utils import masked_mean
 from openrlhf_bapo.core.clip_config import ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
 from openrlhf_bapo.core.rule_loss import ClipRuleLoss
+from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
 
 
@@ -52,19 +53,21 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     With a rule that gives weights, the loss is -w A log pi per token, without a clip.
 
     Dual clip, IS correction, aggregation and the five results are OpenRLHF's own. A token counts in the search with its
-    weight in the loss, IS correction included.
+    weight in the loss, with IS correction or tapered weights in it.
 
     Args:
         clip_config: BAPO's settings. Its `dual_clip` has no effect here: `PolicyLoss` has an argument of this name.
         rule: a clip rule in place of BAPO's with `clip_config`.
         token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behavior(token). The paper writes
             Eq. 8 with that weight. Over sampled tokens it counts the probability twice, so it is not the default.
+        tapered: "token" or "sequence", to weigh each token's loss by `tapered_weights` of old / rollout at this level;
+            None: no such weights.
         group: data-parallel ranks whose tokens count together; None: this process alone.
         **kwargs: `PolicyLoss`'s own arguments. Its `clip_eps_low` and `clip_eps_high` are overwritten.
 
     Raises:
         ValueError: for a `policy_loss_type` other than "ppo" (a rule bounds each token's ratio, gspo has one ratio per
-            sequence), or an unknown `token_weight`.
+            sequence), an unknown `token_weight` or level, or tapered weights with IS correction or a rule with weights.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         clip_config: ClipConfig | None = None,
         rule: ClipRule | None = None,
         token_weight: str = "none",
+        tapered: str | None = None,
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
@@ -81,8 +85,12 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
-        self.token_weight = token_weight
+        self.token_weight, self.tapered = token_weight, tapered
         self._use_rule(rule or make_clip_rule(clip_config or ClipConfig()), group)
+        if tapered is not None and tapered not in LEVELS:
+            raise ValueError(f"tapered {tapered!r} is not allowed; it must be one of {LEVELS}, or None")
+        if tapered and (self.is_correction_level != "off" or self.rule.has_weights):
+            raise ValueError("tapered weights are not allowed with IS correction, or with a rule that gives weights")
 
     @classmethod
     def from_policy_loss(cls, loss: PolicyLoss, **kwargs: Any) -> "BapoPolicyLoss":
@@ -123,8 +131,11 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
         of_the_loss = tokens
         if self.token_weight != "none":
-            of_the_loss = replace(tokens, weight=self._weight(old_log_probs, mask, rollout_log_probs))
+            of_the_loss = replace(tokens, weight=self._weight(old_log_probs, advantages, mask, rollout_log_probs))
         weights = self._set_bounds(tokens, of_the_loss)
+        if self.tapered:
+            # Weights of at least 0 pass through min and clamp, so the clipped surrogate gets them with the advantages.
+            advantages = advantages * self._taper(old_log_probs, advantages, mask, rollout_log_probs)
         if weights is None:
             return super().forward(
                 log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info
@@ -146,7 +157,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         action_mask: torch.Tensor,
         rollout_log_probs: torch.Tensor | None,
     ) -> Tokens:
-        weight = self._weight(behavior_log_probs, action_mask, rollout_log_probs)
+        weight = self._weight(behavior_log_probs, advantages, action_mask, rollout_log_probs)
         if self.token_weight == "rollout_prob":
             if self.is_correction_level != "off" and rollout_log_probs is not None:
                 behavior = rollout_log_probs
@@ -156,11 +167,27 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
 
     def _weight(
-        self, behavior_log_probs: torch.Tensor, action_mask: torch.Tensor, rollout_log_probs: torch.Tensor | None
+        self,
+        behavior_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+        rollout_log_probs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return each token's weight in the loss, IS correction included."""
+        """Return each token's weight in the loss, IS correction or tapered weights included."""
         weight = share_weights(action_mask, self.rule.config, "update" if self.token_level_loss else "sequence")
+        if self.tapered:
+            return weight * self._taper(behavior_log_probs, advantages, action_mask, rollout_log_probs)
         if self.is_correction_level == "off":
             return weight
         assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
         return weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
+
+    def _taper(
+        self,
+        start_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+        rollout_log_probs: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self.tapered and rollout_log_probs is not None, "tapered weights need the behavior policy's log-probs"
+        return tapered_weights(start_log_probs - rollout_log_probs, advantages, action_mask, self.tapered)

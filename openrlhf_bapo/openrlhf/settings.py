@@ -15,8 +15,13 @@ def is_off_policy(args: Namespace) -> bool:
 
 
 def is_decoupled(args: Namespace) -> bool:
-    """Say whether the ratio is against the policy that a training step starts from, weighted by IS correction."""
+    """Say whether the ratio is against the policy that a training step starts from, beside `--offpolicy.weight`."""
     return args.offpolicy.objective == "decoupled"
+
+
+def is_tapered(args: Namespace) -> bool:
+    """Say whether a stale token's loss has a tapered weight."""
+    return args.offpolicy.weight == "tapered"
 
 
 def has_clip_rule(args: Namespace) -> bool:

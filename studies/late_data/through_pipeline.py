@@ -53,8 +53,15 @@ def method_of(run: Run) -> tuple[dict[str, str], list]:
         if getattr(run, name) != getattr(Run(), name):
             raise ValueError(f"--{name} {getattr(run, name)} is not allowed: the pipeline does not have it")
     name, _, settings = run.clip.partition(":")
-    is_decoupled = (run.base, run.correction, run.cap) == ("start", "clip", 2.0)
-    flags = ["--offpolicy.objective", "decoupled"] if is_decoupled else []
+    weight = {"clip": ["capped"], "taper": ["tapered", "token"], "taper_sequence": ["tapered", "sequence"]}.get(
+        run.correction
+    )
+    is_decoupled = run.base == "start" and weight is not None and run.cap == 2.0
+    flags = []
+    if is_decoupled:
+        names = "--offpolicy.weight", "--offpolicy.weight_level"
+        given = [part for pair in zip(names, weight or (), strict=False) for part in pair]
+        flags = ["--offpolicy.objective", "decoupled", *given]
     flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
     if bounds := fixed_bounds(run.clip):
         low, high = bounds
@@ -63,7 +70,10 @@ def method_of(run: Run) -> tuple[dict[str, str], list]:
             return {"METHOD": {"": "stock", "mask": "stock_is"}[run.correction]}, flags
         return {"METHOD": "grpo"}, flags
     if run.base == "start" and not is_decoupled:
-        raise ValueError(f"--base start is not allowed with --clip {run.clip}, but for --correction clip --cap 2")
+        raise ValueError(
+            f"--base start is not allowed with --clip {run.clip}, but for --correction taper, taper_sequence, or clip "
+            "with --cap 2"
+        )
     if name in RULES:
         for setting in filter(None, settings.split(",")):
             key, _, value = setting.partition("=")

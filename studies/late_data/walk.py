@@ -19,6 +19,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from openrlhf_bapo import ClipConfig, ClipRule, FixedBounds, SmoothingConfig, Tokens, importance_ratio, make_clip_rule
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.core.staleness_weights import tapered_weights
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END = 4
@@ -40,7 +41,9 @@ class Run:
     base: str = (
         "behavior"  # denominator of the ratio: "behavior", or "start", the policy before training on the rollout
     )
-    correction: str = ""  # weight start / behavior of a token: "clip" (at most `cap`), "mask" (0 outside [0.5, 5])
+    # weight by s = start / behavior: "clip" (s, at most `cap`), "mask" (s, 0 outside [0.5, 5]); "taper" and
+    # "taper_sequence" (1 where A > 0, else min(s, 1), with s of the token or of the whole response)
+    correction: str = ""
     cap: float = 2.0
     step: str = ""  # "vcpo" scales the learning rate of each update by the root of its effective sample size
     contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
@@ -248,8 +251,17 @@ def clip_rule(run: Run) -> ClipRule:
     return make_clip_rule(replace(ClipConfig.preset(run.clip), **given))
 
 
-def correction(start_log_probs: torch.Tensor, behavior_log_probs: torch.Tensor, run: Run) -> torch.Tensor:
+def correction(
+    start_log_probs: torch.Tensor,
+    behavior_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    run: Run,
+) -> torch.Tensor:
     """Return each token's weight in the loss, from the ratio of the policy before training to the behavior policy."""
+    if run.correction.startswith("taper"):
+        level = "sequence" if run.correction == "taper_sequence" else "token"
+        return tapered_weights(start_log_probs - behavior_log_probs, advantages, mask, level)
     ratio = importance_ratio(start_log_probs, behavior_log_probs)
     if run.correction == "mask":  # OpenRLHF's default
         return ratio * ((ratio >= 0.5) & (ratio <= 5.0))
@@ -268,7 +280,7 @@ def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run
     base = behavior_log_probs
     if run.base == "start":
         base = rollout.start[rows, : mask.shape[1]]
-        weight = weight * correction(base, behavior_log_probs, run)
+        weight = weight * correction(base, behavior_log_probs, advantages, mask, run)
 
     tokens = Tokens(log_probs.detach(), base, advantages, weight)
     probs = behavior_log_probs.exp()
