@@ -5,13 +5,16 @@
 #                  two pairs of the paper's Figure 7 (section 4.1)
 #   stock          OpenRLHF as it comes, for stale data: [0.8, 1.2] around the policy that the training step starts from
 #   stock_is       the same with OpenRLHF's IS correction, as its default is: per token, 0 outside [0.5, 5]
+#   tapered        [0.8, 1.2] as in stock; a stale token of negative advantage weighs less (docs/off_policy.md; ours)
 #   bapo           the rule of PRESET: bounds searched in each update, or averaged with PRESET=steady
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
+#   bapo_tapered   bapo on the ratio of tapered, with its weights (ours)
 #   m2, divergence, topr, balanced   rules of other methods, and ours (docs/algorithm.md)
-# All methods but stock and stock_is divide by the probability under the policy that generated the token. All log
-# positive share and entropy, and all but divergence, topr and balanced their bounds.
+# All methods but stock, stock_is and the tapered ones divide by the probability under the policy that generated the
+# token. All log positive share and entropy, and all but divergence, topr and balanced their bounds.
 METHOD=${METHOD:-bapo}
 ratio_base=auto
+TAPERED=(--offpolicy.objective decoupled --offpolicy.weight tapered)
 case $METHOD in
   grpo) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2) ;;
   clip_higher) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.28) ;;
@@ -22,11 +25,14 @@ case $METHOD in
     METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2)
     if [ "$METHOD" = stock_is ]; then METHOD_FLAGS+=(--algo.advantage.is_correction_level token); fi
     ;;
+  tapered) METHOD_FLAGS=(--policy_loss ppo --actor.eps_clip_low_high 0.2 0.2 "${TAPERED[@]}") ;;
+  bapo_tapered) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}" "${TAPERED[@]}") ;;
   bapo) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}") ;;
   bapo_gradient) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}" --bapo.contribution gradient) ;;
   m2 | divergence | topr | balanced) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *)
-    names="grpo, clip_higher, static, stock, stock_is, bapo, bapo_gradient, m2, divergence, topr, balanced"
+    names="grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, bapo_tapered, m2, divergence, "
+    names+="topr, balanced"
     echo "METHOD=$METHOD: allowed: $names" >&2
     exit 2
     ;;

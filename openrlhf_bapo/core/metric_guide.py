@@ -291,6 +291,13 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "against the engine (`--offpolicy.ratio_base rollout`)",
         ),
         Guide(
+            ("offpolicy/weight_negative",),
+            "with `--offpolicy.weight tapered`, the mean weight of tokens with a negative advantage",
+            "1",
+            "1 on fresh data, lower where tokens are stale",
+            "near 0: stale responses no longer teach what to avoid; less staleness, or `--offpolicy.weight_level token`",
+        ),
+        Guide(
             ("offpolicy/mixed_versions",),
             "fraction of fresh responses whose tokens come from more than one version (partial rollouts)",
             "0",

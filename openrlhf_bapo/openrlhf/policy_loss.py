@@ -86,6 +86,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
         self.token_weight, self.tapered = token_weight, tapered
+        self._negative = torch.zeros(2, dtype=torch.float64)  # sum of the weights, and number, of tokens with A < 0
         self._use_rule(rule or make_clip_rule(clip_config or ClipConfig()), group)
         if tapered is not None and tapered not in LEVELS:
             raise ValueError(f"tapered {tapered!r} is not allowed; it must be one of {LEVELS}, or None")
@@ -134,8 +135,12 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             of_the_loss = replace(tokens, weight=self._weight(old_log_probs, advantages, mask, rollout_log_probs))
         weights = self._set_bounds(tokens, of_the_loss)
         if self.tapered:
+            taper = self._taper(old_log_probs, advantages, mask, rollout_log_probs)
+            negative = (mask > 0) & (advantages < 0)
+            sums = torch.stack([torch.where(negative, taper, 0.0).double().sum(), negative.double().sum()])
+            self._negative = self._negative.to(sums.device) + sums
             # Weights of at least 0 pass through min and clamp, so the clipped surrogate gets them with the advantages.
-            advantages = advantages * self._taper(old_log_probs, advantages, mask, rollout_log_probs)
+            advantages = advantages * taper
         if weights is None:
             return super().forward(
                 log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, **loss_batch_info
@@ -148,6 +153,15 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         )
         ppo_kl = masked_mean(old_log_probs - log_probs.detach(), action_mask, dim=None)
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of `ClipRuleLoss`, and with tapered weights "offpolicy/weight_negative"."""
+        metrics = super().take_metrics()
+        if self.tapered:
+            total, num = self._sum_over_ranks(self._negative).tolist()
+            self._negative = torch.zeros_like(self._negative)
+            metrics |= {"offpolicy/weight_negative": total / num} if num else {}
+        return metrics
 
     def _tokens(
         self,

@@ -150,9 +150,12 @@ def assert_ratios_are_against_the_policy_that_generated(
 
 
 def assert_ratios_are_against_the_policy_that_training_started_from(
-    batch: dict[str, torch.Tensor], policies: Policies, num_first: int
+    batch: dict[str, torch.Tensor], policies: Policies, num_first: int, tapered: bool = False
 ) -> None:
     """Assert that each denominator is of the training step's version, and the engine's log-prob of the token's own.
+
+    With tapered weights, the behavior policy's log-prob is the denominator where a token is fresh. Replayed tokens keep
+    that of their rollout, so that for each response's first token either may be right.
 
     Args:
         batch: from `trained_on`; some tokens are stale.
@@ -162,8 +165,13 @@ def assert_ratios_are_against_the_policy_that_training_started_from(
     mask, version = batch["action_mask"] > 0, batch["version"][:, None].expand_as(batch["versions"])
     assert torch.equal(batch["staleness"].long(), torch.where(mask, version - batch["versions"], 0))
     for name, versions, sampled in (("denominators", version, False), ("rollout_log_probs", batch["versions"], True)):
+        chosen = mask
+        if tapered and name == "rollout_log_probs":
+            chosen = (batch["staleness"] > 0) & (mask.cumsum(-1) > 1)
+            fresh = mask & (batch["staleness"] == 0)
+            assert torch.equal(batch[name][fresh], batch["denominators"][fresh])
         for shift in (-1, 0, 1):
-            gap = (policies.log_probs(batch, versions + shift, sampled) - batch[name]).abs()[mask]
+            gap = (policies.log_probs(batch, versions + shift, sampled) - batch[name]).abs()[chosen]
             assert gap.nanmedian() > APART if shift else gap.max() < CLOSE, (name, shift)
     first = mask & (batch["place"] < num_first)[:, None]
     assert (batch["log_probs"] - batch["denominators"])[first].abs().max() < CLOSE

@@ -67,6 +67,16 @@ def test_stock_is_openrlhfs_loss_against_its_own_denominator_and_stock_is_with_i
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
+@pytest.mark.parametrize(("method", "plain"), [("tapered", "grpo"), ("bapo_tapered", "bapo")])
+def test_a_tapered_method_is_the_plain_one_on_the_decoupled_ratio_with_tapered_weights(recipe, method, plain):
+    args, expected = arguments(recipe, METHOD=method), arguments(recipe, METHOD=plain)
+    offpolicy = args.offpolicy
+    assert (offpolicy.objective, offpolicy.weight, offpolicy.weight_level) == ("decoupled", "tapered", "sequence")
+    args.offpolicy = expected.offpolicy
+    assert args == expected
+
+
+@pytest.mark.parametrize("recipe", SCRIPTS)
 def test_bapo_and_bapo_gradient_differ_in_the_contribution_alone(recipe):
     default, bapo, gradient = (
         arguments(recipe, **env) for env in ({}, {"METHOD": "bapo"}, {"METHOD": "bapo_gradient"})
@@ -97,8 +107,8 @@ def test_updates_and_epochs_make_the_papers_staleness(recipe):
     [
         (
             dict(METHOD="dapo"),
-            "METHOD=dapo: allowed: grpo, clip_higher, static, stock, stock_is, bapo, bapo_gradient, m2, divergence, "
-            "topr, balanced\n",
+            "METHOD=dapo: allowed: grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, "
+            "bapo_tapered, m2, divergence, topr, balanced\n",
         ),
         (dict(UPDATES=7), "UPDATES=7: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
         (dict(UPDATES=0), "UPDATES=0: allowed: whole numbers of 1 or more\n"),

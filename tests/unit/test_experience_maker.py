@@ -401,6 +401,38 @@ def test_decoupled_takes_the_actors_log_probs_for_tokens_of_any_version_and_keep
 
 
 @pytest.mark.parametrize(
+    "stale", [dict(), dict(train__async_enable=True), dict(offpolicy__lag=2), dict(partial__token_budget=9)], ids=str
+)
+def test_tapered_takes_the_engines_log_probs_as_the_behavior_policys_for_stale_tokens_only(tmp_path, stale):
+    maker = decoupled_maker(tmp_path, offpolicy__weight="tapered", **stale)
+    publish(maker, 3)
+    experience = experience_of(maker, RESPONSES)
+    starts, behaviors, staleness = (
+        tokens_of(experience, name) for name in ("action_log_probs", "rollout_log_probs", "staleness")
+    )
+    engines = [-0.5] * 3 + [-0.3] + [-0.2] * 2
+    assert {0} < set(staleness)
+    assert behaviors == pytest.approx(
+        [engine if age else start for engine, start, age in zip(engines, starts, staleness, strict=True)]
+    )
+    assert all(start == behavior for start, behavior, age in zip(starts, behaviors, staleness, strict=True) if not age)
+    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs"):
+        experience_of(maker, [pipeline.response(3)] * 3)
+
+
+def test_tapered_keeps_with_replayed_samples_the_behavior_log_probs_of_their_rollout(tmp_path):
+    maker = decoupled_maker(tmp_path, replay__ratio=1, offpolicy__weight="tapered")
+    maker.make_experience_batch(scored_rollout(maker, 0))  # fresh: the actor's of version 0
+    publish(maker, 2)
+    samples = joined(maker.make_experience_batch(scored_rollout(maker, 2)))
+    for sample in samples:
+        tokens = sample.sequences[1:][sample.action_mask > 0].float()
+        version = 2 - tokens_of(sample, "staleness")[0]
+        assert torch.equal(sample.action_log_probs[sample.action_mask > 0], -tokens / 100 - 2)
+        assert torch.equal(sample.rollout_log_probs[sample.action_mask > 0], -tokens / 100 - version)
+
+
+@pytest.mark.parametrize(
     ("flags", "num_batches"),
     [
         (dict(rollout__micro_batch_size=3), 6),  # of 16 samples

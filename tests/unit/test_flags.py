@@ -128,6 +128,9 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
     assert not loaded & {"ray", "vllm", "deepspeed", "transformers", "openrlhf.models"}
 
 
+DECOUPLED = dict(offpolicy__objective="decoupled")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -183,8 +186,38 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
         ),
         (
             dict(offpolicy__objective="decoupled", algo__advantage__is_correction_level="off"),
-            "--algo.advantage.is_correction_level off: --offpolicy.objective decoupled needs this .*: token, seq",
+            "--algo.advantage.is_correction_level off: is --offpolicy.weight none or tapered; allowed: token, seq",
         ),
+        (
+            dict(offpolicy__weight="tapered"),
+            "--offpolicy.weight tapered: would count staleness twice .*--offpolicy.objective decoupled",
+        ),
+        (
+            dict(offpolicy__weight_level="token"),
+            "--offpolicy.weight_level token: would count staleness twice .*--offpolicy.objective decoupled",
+        ),
+        (DECOUPLED | dict(offpolicy__weight_level="token"), "--offpolicy.weight_level token: .*masked or tapered"),
+        (
+            DECOUPLED | dict(offpolicy__weight="capped", offpolicy__weight_level="sequence"),
+            "--offpolicy.weight_level sequence: allowed with --offpolicy.weight masked or tapered, not capped",
+        ),
+        (
+            DECOUPLED | dict(offpolicy__weight="tapered", algo__advantage__is_correction_level="token"),
+            "--algo.advantage.is_correction_level token: weighs tokens too; .*--offpolicy.weight tapered: off",
+        ),
+        (
+            DECOUPLED | dict(offpolicy__weight="capped", algo__advantage__is_correction_mode="mask"),
+            "--algo.advantage.is_correction_mode mask: allowed with --offpolicy.weight capped: clip",
+        ),
+        (
+            DECOUPLED | dict(offpolicy__weight="masked", algo__advantage__is_correction_level="seq"),
+            "--algo.advantage.is_correction_level seq: allowed with --offpolicy.weight masked: token",
+        ),
+        (
+            DECOUPLED | dict(policy_loss="topr", offpolicy__weight="tapered"),
+            "--offpolicy.objective decoupled: .*not topr",
+        ),
+        (DECOUPLED | dict(offpolicy__weight="heavy"), "--offpolicy.weight: invalid choice: 'heavy'"),
         (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
         (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*every --policy_loss but gspo"),
         (dict(policy_loss="bapo", no_such_flag="1"), "unrecognized arguments: --no.such.flag|--no_such_flag"),
@@ -226,6 +259,8 @@ DEFAULTS = {
     "balanced.level": None,
     "offpolicy.ratio_base": None,
     "offpolicy.objective": "behavior",
+    "offpolicy.weight": None,
+    "offpolicy.weight_level": None,
     "offpolicy.lag": 0,
     "replay.ratio": 0.0,
     "replay.capacity": 1024,
@@ -554,6 +589,37 @@ def test_with_decoupled_the_given_flags_of_the_correction_are_kept(tmp_path, giv
     flags = {f"algo__advantage__is_correction_{name}": value for name, value in given.items()}
     args = pipeline.parse(pipeline.flags(tmp_path, offpolicy__objective="decoupled", **flags))
     assert correction(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "weight", "level", "expected"),
+    [
+        (dict(), "capped", None, ("token", "clip", "ratio", [0.0, 2.0])),
+        (dict(offpolicy__weight="capped"), "capped", None, ("token", "clip", "ratio", [0.0, 2.0])),
+        (dict(offpolicy__weight="masked"), "masked", None, ("token", "mask", "ratio", [0.5, 5.0])),
+        (
+            dict(offpolicy__weight="masked", offpolicy__weight_level="sequence"),
+            "masked",
+            "sequence",
+            ("seq", "mask", "ratio", [0.5, 5.0]),
+        ),
+        (dict(algo__advantage__is_correction_mode="mask"), "masked", None, ("token", "mask", "ratio", [0.5, 5.0])),
+        (dict(offpolicy__weight="none"), "none", None, ("off", "mask", "ratio", [0.5, 5.0])),
+        (dict(offpolicy__weight="tapered"), "tapered", "sequence", ("off", "mask", "ratio", [0.5, 5.0])),
+        (
+            dict(offpolicy__weight="tapered", offpolicy__weight_level="token"),
+            "tapered",
+            "token",
+            ("off", "mask", "ratio", [0.5, 5.0]),
+        ),
+    ],
+    ids=str,
+)
+def test_a_weight_sets_openrlhfs_correction_or_is_tapered_without_it(tmp_path, given, weight, level, expected):
+    for stale in ({}, *STALE):
+        args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", **DECOUPLED, **given, **stale))
+        assert (args.offpolicy.weight, args.offpolicy.weight_level) == (weight, level)
+        assert correction(args) == expected and args.offpolicy.ratio_base == "recomputed"
 
 
 def test_with_the_behavior_objective_openrlhfs_correction_is_as_it_comes(tmp_path):
