@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         importance_ratio,
         make_clip_rule,
     )
+    from openrlhf_bapo.core.other_rules import WeightRule  # noqa: F401
     from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
     from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
 
@@ -43,6 +44,7 @@ _MODULES = {
     "SmoothingConfig": "openrlhf_bapo.core.clip_config",
     "SteadyBounds": "openrlhf_bapo.core.clip_rules",
     "Tokens": "openrlhf_bapo.core.clip_rules",
+    "WeightRule": "openrlhf_bapo.core.other_rules",
     "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
     "importance_ratio": "openrlhf_bapo.core.clip_rules",
     "make_clip_rule": "openrlhf_bapo.core.clip_rules",

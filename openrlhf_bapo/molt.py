@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def resolve_flags(values: dict) -> None:
     if policy_loss is None:
         resolve_loss_flags(values, "molt")
         return
-    resolve_loss_flags(values, policy_loss)
+    policy_loss = values["policy_loss"] = resolve_loss_flags(values, policy_loss)
     for name, allowed in {
         "actor.loss_mode": ("ppo",),
         "actor.loss_agg_mode": tuple(MEAN_OVER),
@@ -298,7 +299,7 @@ def main() -> None:
 
     def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = upstream
-        add_loss_flags(parser, ("ppo",), "Molt's own loss and ratio")
+        add_loss_flags(parser, sys.argv[1:], ("ppo",), "Molt's own loss and ratio")
         parser.error = exit_with_one_line
         args = upstream(parser)
         try:

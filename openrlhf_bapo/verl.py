@@ -31,7 +31,8 @@ from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, ClipConfig, Smoothing
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
-from openrlhf_bapo.core.other_rules import RULES, default_settings
+from openrlhf_bapo.core.other_rules import RULES, default_settings, make_rule
+from openrlhf_bapo.core.own_rules import is_own_rule
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
 VENDOR = "bapo"
@@ -59,7 +60,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     """The tokens that a search uses: those of an "update" or of a "micro_batch"; None: the preset's scope."""
 
     rule: str | None = None
-    """A rule's name in `RULES` (core/other_rules.py), in place of BAPO's; the settings above are then not allowed."""
+    """A rule's name in `RULES` (core/other_rules.py), or FILE.py:CLASS, in place of BAPO's; the settings above are then
+    not allowed."""
 
     rule_settings: dict = field(default_factory=dict)
     """Settings of that rule, in place of its defaults."""
@@ -85,8 +87,10 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         return make_clip_rule(config)
 
     def _other_rule(self, name: str) -> ClipRule:
-        if name not in RULES:
-            raise ValueError(f"policy_loss.rule {name!r} is unknown; allowed: {', '.join(RULES)}")
+        if name not in RULES and not is_own_rule(name):
+            raise ValueError(
+                f"policy_loss.rule {name!r} is unknown; allowed: {', '.join(RULES)}, FILE.py:CLASS, MODULE:CLASS"
+            )
         if self.preset != DEFAULT_PRESET or self.search or self.smoothing or self.scope:
             raise ValueError(f"policy_loss.rule {name!r} is allowed only without preset, search, smoothing and scope")
         allowed = default_settings(name)
@@ -96,7 +100,7 @@ class BapoPolicyLossConfig(PolicyLossConfig):
             )
         settings = allowed | dict(self.rule_settings)
         print(f"openrlhf-bapo: verl's policy loss is bapo, rule {name}, {settings}", flush=True)
-        return RULES[name](**settings)
+        return make_rule(name, settings)
 
 
 class _Update:

@@ -9,6 +9,7 @@
 #   bapo           the rule of PRESET: bounds searched in each update, or averaged with PRESET=steady
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
 #   bapo_tapered   bapo on the ratio of tapered, with its weights (ours)
+#   FILE.py:CLASS, MODULE:CLASS      a rule of your own (docs/algorithm.md)
 #   m2, divergence, topr, balanced   rules of other methods, and ours (docs/algorithm.md)
 # All methods but stock, stock_is and the tapered ones divide by the probability under the policy that generated the
 # token. All log positive share and entropy, and all but divergence, topr and balanced their bounds.
@@ -30,9 +31,10 @@ case $METHOD in
   bapo) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}") ;;
   bapo_gradient) METHOD_FLAGS=(--policy_loss bapo --bapo.preset "${PRESET:-paper}" --bapo.contribution gradient) ;;
   m2 | divergence | topr | balanced) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
+  *.py:* | *[a-z]:[A-Z]*) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *)
     names="grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, bapo_tapered, m2, divergence, "
-    names+="topr, balanced"
+    names+="topr, balanced, FILE.py:CLASS"
     echo "METHOD=$METHOD: allowed: $names" >&2
     exit 2
     ;;

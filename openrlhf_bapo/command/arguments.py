@@ -44,7 +44,7 @@ def run_upstream(
 
     def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         argparse.ArgumentParser.parse_args = upstream_parse_args  # only OpenRLHF's own parser gets our flags
-        add_flags(parser)
+        add_flags(parser, argv)
         parser.error = exit_with_one_line
         parsed, given = _parse(parser)
         if depth == checks.MACHINE and runs_on_cpu() and "ds.param_dtype" not in given:

@@ -3,12 +3,12 @@
 import argparse
 import math
 from argparse import Namespace
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import fields
 
 from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.core.other_rules import rule_class
 from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
 from openrlhf_bapo.core.staleness_weights import LEVELS, WEIGHTS
@@ -49,13 +49,18 @@ _PARTIAL_HELP = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our flags. The default None means "not given": `resolve_flags` then takes the preset's value."""
+def add_flags(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
+    """Add our flags. The default None means "not given": `resolve_flags` then takes the preset's value.
+
+    Args:
+        parser: OpenRLHF's.
+        argv: the command's flags, for those of a rule of the user's own.
+    """
     for action in parser._actions:
         if action.dest == "ds.param_dtype":
             action.choices = [*(action.choices or ()), "fp32"]
             action.help = "type of all models, engines too (default: bf16; on a CPU fp32, which is for CPUs only)"
-    _add_bapo_flags(add_loss_flags(parser, ("ppo", "gspo"), "--actor.policy_loss_type"))
+    _add_bapo_flags(add_loss_flags(parser, argv, ("ppo", "gspo"), "--actor.policy_loss_type"))
     _add_off_policy_flags(parser.add_argument_group("off-policy data"))
     _add_partial_flags(parser.add_argument_group("partial rollouts with a token budget"))
     _add_reward_fault_flags(parser.add_argument_group("rewards that fail"))
@@ -199,7 +204,7 @@ def check_flags(argv: list[str]) -> Namespace:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = exit_with_one_line
-    add_flags(parser)
+    add_flags(parser, argv)
     parser.add_argument("--train.agent_func_path")
     parser.add_argument("--reward.remote_url")
     args = parser.parse_known_args(argv)[0]
@@ -222,7 +227,7 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     """
     values = vars(args)
     policy_loss = args.policy_loss or values.get("actor.policy_loss_type", "ppo")
-    resolve_loss_flags(values, policy_loss)
+    policy_loss = resolve_loss_flags(values, policy_loss)
     _check_run(values)
     _check_reward_faults(values)
     _check_lag(values)
@@ -233,7 +238,7 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     _check_dump_tokens(values, policy_loss)
     args.policy_loss = policy_loss
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
-    is_logged = policy_loss in ("bapo", *RULES) or values["bapo.dump_tokens"]
+    is_logged = policy_loss not in ("ppo", "gspo") or values["bapo.dump_tokens"]
     if is_logged and values.get("actor.entropy_coef") is None:
         values["actor.entropy_coef"] = 0.0  # logs the entropy, which a clip rule should keep; no bonus
 
@@ -298,7 +303,7 @@ def _fill_in_objective(values: dict, policy_loss: str, given_names: Set[str]) ->
                 )
         values["offpolicy.weight"] = "none"
         return
-    if policy_loss in ("gspo", "topr", "balanced"):
+    if policy_loss == "gspo" or (policy_loss not in ("ppo", "bapo") and rule_class(policy_loss).has_weights):
         raise FlagError(
             f"{flag}: clips each token's ratio; allowed with --policy_loss ppo, bapo, m2 or divergence, not "
             f"{policy_loss}"
@@ -355,7 +360,7 @@ def _ratio_base(values: dict, policy_loss: str) -> str | None:
     leaves the choice to OpenRLHF.
     """
     base, is_async = values["offpolicy.ratio_base"], values.get("train.async_enable")
-    has_rule = policy_loss in ("bapo", *RULES)
+    has_rule = policy_loss not in ("ppo", "gspo")
     token_budget, is_async_ppo = values["partial.token_budget"], is_async and policy_loss == "ppo"
     if base is None and is_async_ppo and _is_correction_level(values) != "off":
         return "recomputed"  # as in OpenRLHF's own command, whose correction belongs to this ratio

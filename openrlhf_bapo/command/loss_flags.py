@@ -2,10 +2,10 @@
 
 import argparse
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.clip_config import (
     AVERAGES,
     CONTRIBUTIONS,
@@ -15,7 +15,8 @@ from openrlhf_bapo.core.clip_config import (
     SEARCH_FIELDS,
     ClipConfig,
 )
-from openrlhf_bapo.core.other_rules import RULES, default_settings
+from openrlhf_bapo.core.other_rules import RULES, default_settings, make_rule
+from openrlhf_bapo.core.own_rules import absolute, is_own_rule
 from openrlhf_bapo.core.settings import smoothing_config
 from openrlhf_bapo.core.staleness_weights import LEVELS
 
@@ -43,11 +44,21 @@ _RULE_HELP = {
 }
 
 
-def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], default: str) -> argparse._ArgumentGroup:
+class _Losses(tuple[str, ...]):
+    """The names that `--policy_loss` allows, and any FILE.py:CLASS or MODULE:CLASS."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and is_own_rule(name))
+
+
+def add_loss_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str], others: Collection[str], default: str
+) -> argparse._ArgumentGroup:
     """Add the flags of the policy loss and its clip rule. The default None means "not given".
 
     Args:
         parser: the parser of the framework's command.
+        argv: the command's flags, of which `--policy_loss` may name a rule of the user's own; it has flags then too.
         others: the framework's own losses, which `--policy_loss` also allows.
         default: text for `--help` that says which loss is used without `--policy_loss`.
 
@@ -57,10 +68,12 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
     group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
     group.add_argument(
         "--policy_loss",
-        choices=(*others, "bapo", *RULES),
+        choices=_Losses((*others, "bapo", *RULES)),
+        metavar="{" + ",".join((*others, "bapo", *RULES)) + ",FILE.py:CLASS}",
         default=None,
         help=f"bapo: clip bounds recomputed for each update; {', '.join(others)}: the framework's; m2, divergence: the "
-        f"clip bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip (default: {default})",
+        f"clip bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip; FILE.py:CLASS, or "
+        f"MODULE:CLASS of an installed package: a rule of your own (default: {default})",
     )
     group.add_argument(
         "--bapo.preset",
@@ -114,7 +127,32 @@ def add_loss_flags(parser: argparse.ArgumentParser, others: Collection[str], def
         help="with --bapo.smoothing: bounds of the first update (default: the middle of their ranges)",
     )
     _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/core/other_rules.py)"))
+    _add_own_rule_flags(parser, argv)
     return group
+
+
+def _add_own_rule_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = parser.error
+    first.add_argument("--policy_loss")
+    name = first.parse_known_args([*argv])[0].policy_loss or ""
+    if not is_own_rule(name):
+        return
+    try:
+        settings = default_settings(name)
+    except ValueError as error:
+        exit_with_one_line(f"--policy_loss {error}")
+    group = parser.add_argument_group(f"settings of {name}")
+    for setting, default in settings.items():
+        kind = _truth if isinstance(default, bool) else type(default)
+        group.add_argument(f"--rule.{setting}", type=kind, default=None, help=f"default: {default}")
+
+
+def _truth(text: str) -> bool:
+    """Read true or false."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed: true, false")
+    return text.lower() == "true"
 
 
 def _add_rule_flags(group: argparse._ArgumentGroup) -> None:
@@ -129,12 +167,15 @@ def _add_rule_flags(group: argparse._ArgumentGroup) -> None:
             )
 
 
-def resolve_loss_flags(values: dict, policy_loss: str) -> None:
+def resolve_loss_flags(values: dict, policy_loss: str) -> str:
     """Check the flags of the loss, and fill in those that were not given, in place.
 
     Args:
         values: flags by name, with dots. Those of the framework may be missing.
         policy_loss: the loss of the run.
+
+    Returns:
+        The loss, with the file of a rule of the user's own as an absolute path.
 
     Raises:
         FlagError: at the first mistake.
@@ -148,6 +189,7 @@ def resolve_loss_flags(values: dict, policy_loss: str) -> None:
     _check_policy_loss(values, policy_loss, given)
     if policy_loss == "bapo":
         _resolve_bapo(values, given)
+    return absolute(policy_loss)
 
 
 def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
@@ -171,8 +213,11 @@ def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
         policy_loss: the loss of the run.
         given: the given flags of `--bapo.*`; "discard_saved" is removed if the rule has an average to discard.
     """
-    for name in RULES:
-        settings = {setting: values[f"{name}.{setting}"] for setting in default_settings(name)}
+    own = [policy_loss] if is_own_rule(policy_loss) else []
+    for name in (*RULES, *own):
+        group = "rule" if name in own else name
+        defaults = default_settings(name)
+        settings = {setting: values[f"{group}.{setting}"] for setting in defaults}
         settings = {setting: value for setting, value in settings.items() if value is not None}
         if name != policy_loss:
             for setting, value in settings.items():
@@ -181,15 +226,19 @@ def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
                 )
             continue
         try:
-            rule = RULES[name](**settings)
+            rule = make_rule(name, settings)
         except ValueError as error:
-            raise FlagError(f"--{name}.{error}") from None
-        _check_no_clip(values, name, "m2 and divergence have their own bounds, topr and balanced none")
+            raise FlagError(f"--policy_loss {error}" if own else f"--{name}.{error}") from None
+        if own:
+            reason = "a rule of one's own has its own bounds or weights"
+        else:
+            reason = "m2 and divergence have their own bounds, topr and balanced none"
+        _check_no_clip(values, name, reason)
         if rule.has_weights:
             _check_weights(values, name)
         if rule.follows_updates:
             given.pop("discard_saved", None)
-        values |= {f"{name}.{setting}": value for setting, value in (default_settings(name) | settings).items()}
+        values |= {f"{group}.{setting}": value for setting, value in (defaults | settings).items()}
 
 
 def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:

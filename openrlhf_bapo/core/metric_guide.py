@@ -295,7 +295,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "with `--offpolicy.weight tapered`, the mean weight of tokens with a negative advantage",
             "1",
             "1 on fresh data, lower where tokens are stale",
-            "near 0: stale responses no longer teach what to avoid; less staleness, or `--offpolicy.weight_level token`",
+            "near 0: stale responses no longer teach what to avoid; less staleness, or "
+            "`--offpolicy.weight_level token`",
         ),
         Guide(
             ("offpolicy/mixed_versions",),

@@ -10,8 +10,8 @@ bounds.
     BalancedWeights       the same, with A < 0 scaled by min(1, P (1 - rho) / (rho N))    ours
 """
 
-import inspect
 import math
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
 from openrlhf_bapo.core.clip_config import PRESETS, ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule
+from openrlhf_bapo.core.own_rules import is_own_rule, load_own_rule, make_own_rule, own_settings
 from openrlhf_bapo.core.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
 from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
 
@@ -133,7 +134,26 @@ class DivergenceBounds(_OtherRule):
         return UpdateBounds(_without_bounds(measure_clip_bounds(tally, one, one, self.config)), None)
 
 
-class TaperedWeights(_OtherRule):
+class WeightRule(_OtherRule):
+    """A rule that weighs each token and clips nothing; a subclass has `weights`, from the tokens alone.
+
+    Its settings are the parameters of its constructor, each kept as an attribute of the same name.
+    """
+
+    has_weights = True
+
+    @abstractmethod
+    def weights(self, tokens: Tokens) -> torch.Tensor:
+        """Return the weights, at least 0, in the tokens' shape."""
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        return tally_at_bounds(self.weights(tokens), tokens.advantages, tokens.weight, self.lower, self.upper)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config)), None)
+
+
+class TaperedWeights(WeightRule):
     """Weight 1 for positive tokens and min(r, 1) for negative ones, and no clip (TOPR, arXiv 2503.14286).
 
     Args:
@@ -142,8 +162,6 @@ class TaperedWeights(_OtherRule):
     Raises:
         ValueError: for another level.
     """
-
-    has_weights = True
 
     def __init__(self, level: str = "sequence") -> None:
         super().__init__()
@@ -154,12 +172,6 @@ class TaperedWeights(_OtherRule):
     def weights(self, tokens: Tokens) -> torch.Tensor:
         """Return the weights, in the tokens' shape; level "sequence" takes [batch, tokens]."""
         return _tapered(tokens, self.level)
-
-    def _tally(self, tokens: Tokens) -> ContributionTally:
-        return tally_at_bounds(self.weights(tokens), tokens.advantages, tokens.weight, self.lower, self.upper)
-
-    def _update(self, tally: ContributionTally) -> UpdateBounds:
-        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config)), None)
 
 
 class BalancedWeights(_AveragedRule):
@@ -240,7 +252,7 @@ RULES: dict[str, type[ClipRule]] = {
 
 
 def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
-    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name in `RULES`.
+    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name for `find_rule`.
 
     Raises:
         ValueError: if no preset and no rule has this name.
@@ -249,16 +261,38 @@ def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
         return given
     if isinstance(given, ClipConfig):
         return make_clip_rule(given)
-    if given in RULES:
-        return RULES[given]()
+    if given in RULES or is_own_rule(given):
+        return make_rule(given, {})
     if given not in PRESETS:
         raise ValueError(f"clip rule {given!r} is unknown; allowed: {', '.join((*PRESETS, *RULES))}")
     return make_clip_rule(PRESETS[given])
 
 
 def default_settings(name: str) -> dict[str, Any]:
-    """Return the settings of the rule of that name in `RULES`, with their defaults."""
-    return {setting: parameter.default for setting, parameter in inspect.signature(RULES[name]).parameters.items()}
+    """Return the settings of the rule of that name with their defaults; a name in `RULES`, or of a rule of one's own.
+
+    Raises:
+        ValueError: for a rule of one's own that cannot be loaded.
+    """
+    return own_settings(rule_class(name))
+
+
+def rule_class(name: str) -> type[ClipRule]:
+    """Return the class of the rule of that name, as `default_settings` takes it.
+
+    Raises:
+        ValueError: for a rule of one's own that cannot be loaded.
+    """
+    return RULES[name] if name in RULES else load_own_rule(name)
+
+
+def make_rule(name: str, settings: dict[str, Any]) -> ClipRule:
+    """Return the rule of that name with these settings in place of its defaults.
+
+    Raises:
+        ValueError: for a setting that is not allowed, and for a rule of one's own that does not work.
+    """
+    return RULES[name](**settings) if name in RULES else make_own_rule(name, settings)
 
 
 def _tapered(tokens: Tokens, level: str) -> torch.Tensor:

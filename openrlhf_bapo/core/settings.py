@@ -4,7 +4,8 @@ from argparse import Namespace
 
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS, ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, make_clip_rule
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.core.other_rules import RULES, make_rule
+from openrlhf_bapo.core.own_rules import is_own_rule
 
 
 def clip_rule_from_args(args: Namespace) -> ClipRule | None:
@@ -12,7 +13,9 @@ def clip_rule_from_args(args: Namespace) -> ClipRule | None:
     if args.policy_loss == "bapo":
         return make_clip_rule(clip_config_from_args(args.bapo))
     if args.policy_loss in RULES:
-        return RULES[args.policy_loss](**vars(getattr(args, args.policy_loss)))
+        return make_rule(args.policy_loss, vars(getattr(args, args.policy_loss)))
+    if is_own_rule(args.policy_loss):
+        return make_rule(args.policy_loss, vars(args.rule) if hasattr(args, "rule") else {})
     return None
 
 

@@ -24,6 +24,7 @@ import torch
 
 from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
 from openrlhf_bapo.core.other_rules import default_settings
+from openrlhf_bapo.core.own_rules import is_own_rule
 from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
 from openrlhf_bapo.core.replay_pool import ReplayPool
 from openrlhf_bapo.core.saved_pool import SavedStateError, has_saved_state, read_directory, write_directory
@@ -294,8 +295,10 @@ def _rule_fingerprint(args: Namespace) -> dict[str, str]:
     """Return the settings of the clip rule that must not change in a resumed run. The half-life may change."""
     name = args.policy_loss
     settings = (*SEARCH_FIELDS, "smoothing_of") if name == "bapo" else default_settings(name).keys() - {"half_life"}
-    values = {f"--{name}.{setting}": str(getattr(getattr(args, name), setting)) for setting in sorted(settings)}
-    return {"--policy_loss": name} | values
+    group = "rule" if is_own_rule(name) else name
+    values = {f"--{group}.{setting}": str(getattr(getattr(args, group), setting)) for setting in sorted(settings)}
+    # The file of a rule of one's own may lie elsewhere.
+    return {"--policy_loss": Path(name).name} | values
 
 
 def remove_pruned(args: Namespace) -> None:

@@ -13,7 +13,7 @@ the largest phase does:
 actor_memory.py and engine_memory.py make the phases. Sources: ZeRO's 2 + 2 + 12 bytes of model states per parameter
 (Rajbhandari et al., arXiv 1910.02054, section 3.1), and activations counted as by Korthikanti et al. (arXiv 2205.05198,
 section 4.1). The rest was read from OpenRLHF 0.11.2, DeepSpeed 0.19.6, transformers 5.15, flash-attn 2.8.3 and vLLM
-0.29. tests/unit/test_memory_plan.py measures, at tiny size, all that can be measured without a GPU.
+0.29. tests/full/test_memory_plan.py measures, at tiny size, all that can be measured without a GPU.
 
 Two terms are estimates and say so in their formula: the memory of a process outside torch's tensors (`PROCESS_BYTES`),
 and vLLM's workspace. Not counted: the allocator's fragmentation, ring attention's key-value buffers (well below 1 GiB),

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from openrlhf_bapo import ClipConfig, ClipRule, FixedBounds, SmoothingConfig, Tokens, importance_ratio, make_clip_rule
 from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.core.other_rules import RULES, rule_class
 from openrlhf_bapo.core.staleness_weights import tapered_weights
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
@@ -35,9 +35,9 @@ class Run:
     task: str = "walk"
     seed: int = 0
     lr: float = 1e-4
-    clip: str = (
-        "readme"  # a preset of ClipConfig, a name in FIXED_BOUNDS, LOWER:UPPER, or a rule as RULE:NAME=VALUE,...
-    )
+    # a preset of ClipConfig, a name in FIXED_BOUNDS, LOWER:UPPER, or a rule as RULE:NAME=VALUE,...; RULE may be
+    # FILE.py:CLASS
+    clip: str = "readme"
     base: str = (
         "behavior"  # denominator of the ratio: "behavior", or "start", the policy before training on the rollout
     )
@@ -230,7 +230,7 @@ def start_policy(run: Run, task: Walk) -> Policy:
 
 def fixed_bounds(clip: str) -> tuple[float, ...] | None:
     """Return the (lower, upper) of a name in FIXED_BOUNDS or of LOWER:UPPER, None for anything else."""
-    if clip in FIXED_BOUNDS or "=" in clip or ":" not in clip:
+    if clip in FIXED_BOUNDS or "=" in clip or ".py:" in clip or ":" not in clip:
         return FIXED_BOUNDS.get(clip)
     return tuple(map(float, clip.split(":")))
 
@@ -242,8 +242,12 @@ def clip_rule(run: Run) -> ClipRule:
     name, _, settings = run.clip.partition(":")
     if name == "a3po":
         return a3po(run.lag)
-    if rule := (RULES | RIVALS).get(name):
+    if name.endswith(".py"):
+        class_name, _, settings = settings.partition(":")
+        name = f"{name}:{class_name}"
+    if name in RULES | RIVALS or ".py:" in name:
         pairs = [setting.split("=") for setting in settings.split(",") if setting]
+        rule = RIVALS.get(name) or rule_class(name)
         return rule(**{key: value if value.isalpha() else float(value) for key, value in pairs})
     smoothing = SmoothingConfig(run.half_life, run.smoothing_of) if run.half_life else None
     given = {"contribution": run.contribution, "positive_contribution_target": run.target, "smoothing": smoothing}

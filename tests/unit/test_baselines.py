@@ -108,7 +108,7 @@ def test_updates_and_epochs_make_the_papers_staleness(recipe):
         (
             dict(METHOD="dapo"),
             "METHOD=dapo: allowed: grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, "
-            "bapo_tapered, m2, divergence, topr, balanced\n",
+            "bapo_tapered, m2, divergence, topr, balanced, FILE.py:CLASS\n",
         ),
         (dict(UPDATES=7), "UPDATES=7: allowed: divisors of the 2048 samples of a rollout (PROMPTS x SAMPLES)\n"),
         (dict(UPDATES=0), "UPDATES=0: allowed: whole numbers of 1 or more\n"),

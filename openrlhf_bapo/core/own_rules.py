@@ -1,0 +1,142 @@
+"""Clip rules that are not in this package, by where they are: FILE.py:CLASS, or MODULE:CLASS of an installed package.
+
+    --policy_loss my_rule.py:MyRule --rule.high 2
+
+Its class is a `ClipRule`, such as a `WeightRule`. The parameters of its constructor are its settings; each has a
+default.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens
+
+_TYPES = (bool, int, float, str)
+
+
+def is_own_rule(name: str) -> bool:
+    """Say whether a name is FILE.py:CLASS or MODULE:CLASS."""
+    return ":" in name
+
+
+def absolute(name: str) -> str:
+    """Return the same rule for a process that may run in another folder."""
+    where, _, class_name = name.rpartition(":")
+    return f"{Path(where).resolve()}:{class_name}" if where.endswith(".py") else name
+
+
+def load_own_rule(name: str) -> type[ClipRule]:
+    """Return the class.
+
+    Raises:
+        ValueError: in one line, if there is no such file, module or class, or if the class is no rule.
+    """
+    where, _, class_name = name.rpartition(":")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise ValueError(f"{name}: no file {where}")
+    found = getattr(_module(absolute(name).rpartition(":")[0]), class_name, None)
+    if not isinstance(found, type):
+        raise ValueError(f"{name}: {where} has no class {class_name!r}")
+    if not issubclass(found, ClipRule):
+        raise ValueError(f"{name}: {class_name} is no subclass of openrlhf_bapo.ClipRule")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"{name}: {class_name} lacks the method {missing[0]}")
+    own_settings(found)
+    return found
+
+
+@functools.cache
+def _module(where: str) -> ModuleType:
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        name = f"openrlhf_bapo rule {where}"  # no other module's
+        spec = importlib.util.spec_from_file_location(name, where)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:  # whatever the file does
+        raise ValueError(f"{where}: cannot be imported: {type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def own_settings(rule: type[ClipRule]) -> dict[str, Any]:
+    """Return the settings of a rule's class with their defaults: the parameters of its constructor.
+
+    Raises:
+        ValueError: if a parameter has no default of type bool, int, float or str.
+    """
+    settings = {}
+    for name, parameter in inspect.signature(rule).parameters.items():
+        if type(parameter.default) not in _TYPES:
+            raise ValueError(
+                f"{rule.__name__}: its setting {name} has no default; allowed: defaults of the types "
+                f"{', '.join(kind.__name__ for kind in _TYPES)}"
+            )
+        settings[name] = parameter.default
+    return settings
+
+
+def make_own_rule(name: str, settings: dict[str, Any]) -> ClipRule:
+    """Return the rule with these settings, after two updates of a few tokens that show whether it works.
+
+    Raises:
+        ValueError: in one line: for a setting that the class refuses, and for a wrong shape or value.
+    """
+    kind = load_own_rule(name)
+    rule = kind(**settings)
+    try:
+        for seed in range(2):
+            _try(rule, seed)
+        other = kind(**settings)
+        other.load_state_dict(rule.state_dict())
+    except Exception as error:  # whatever the rule does
+        text = str(error) if isinstance(error, _WrongRule) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name}: {text}".splitlines()[0]) from error
+    return kind(**settings)
+
+
+class _WrongRule(Exception):
+    """What is wrong with a rule's result."""
+
+
+def _try(rule: ClipRule, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    log_probs, behavior = -torch.rand(2, 4, 6, generator=generator)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(4, 6)
+    mask = torch.arange(6).expand(4, 6) < torch.tensor([[6], [6], [3], [1]])
+    tokens = Tokens(log_probs, behavior, advantages, mask.float())
+
+    def use() -> None:
+        weights = rule.weights(tokens)
+        if rule.has_weights != (weights is not None):
+            has = "has_weights is set" if rule.has_weights else "has_weights is not set"
+            raise _WrongRule(f"{has}, and weights() returned {type(weights).__name__}")
+        if weights is not None:
+            if weights.shape != log_probs.shape:
+                raise _WrongRule(f"weights() has the shape {tuple(weights.shape)}; allowed: that of the tokens, (4, 6)")
+            if not bool(((weights >= 0) & weights.isfinite()).all()):
+                raise _WrongRule("weights() has values that are negative or not finite")
+            return
+        lower, upper = rule.bounds(tokens)
+        for bound in (lower, upper):
+            if bound.shape not in ((), log_probs.shape):
+                shape = tuple(bound.shape)
+                raise _WrongRule(f"a bound has the shape {shape}; allowed: (), or that of the tokens, (4, 6)")
+        if not bool((lower <= upper).all()):
+            raise _WrongRule("bounds() has a lower bound above the upper one")
+
+    if not rule.needs_tally_first:
+        use()
+    rule.tally(tokens)
+    rule.close_update()
+    if rule.needs_tally_first:
+        use()
