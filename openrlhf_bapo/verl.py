@@ -66,12 +66,20 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     rule_settings: dict = field(default_factory=dict)
     """Settings of that rule, in place of its defaults."""
 
+    tapered: bool = False
+    """Whether verl's rollout correction weighs tokens of positive advantage by 1, and the others by at most 1. It needs
+    `algorithm.rollout_correction.rollout_is` outside bypass_mode, and a rule with a clip."""
+
     def __post_init__(self) -> None:
         if self.loss_mode != "bapo":
             raise ValueError(
                 f"policy_loss.loss_mode {self.loss_mode!r} is not allowed with BAPO's config; set it to bapo"
             )
         self.update = _Update(self._bapos_rule() if self.rule is None else self._other_rule(self.rule))
+        if self.tapered and self.update.rule.has_weights:
+            raise ValueError(
+                f"policy_loss.tapered {self.tapered} is not allowed with rule {self.rule}, which weighs tokens"
+            )
         os.environ.setdefault("VERL_ENGINE_VENDOR", VENDOR)
 
     def _bapos_rule(self) -> ClipRule:
@@ -174,7 +182,16 @@ def compute_policy_loss_bapo(
             f"allowed: strategy fsdp or fsdp2, VERL_ENGINE_VENDOR {VENDOR}"
         )
     rule, settings = update.rule, update.rule.config
-    tokens = Tokens(log_prob.detach(), old_log_prob, advantages, _weight(response_mask, loss_agg_mode, config))
+    weight = _weight(response_mask, loss_agg_mode, config)
+    if config.policy_loss.tapered:
+        if rollout_is_weights is None:
+            raise RuntimeError(
+                "policy_loss.tapered True: there is no rollout correction; allowed with "
+                "algorithm.rollout_correction.rollout_is token or sequence, and bypass_mode False"
+            )
+        rollout_is_weights = torch.where(advantages > 0, 1.0, rollout_is_weights.clamp(max=1.0))
+        weight = weight * rollout_is_weights
+    tokens = Tokens(log_prob.detach(), old_log_prob, advantages, weight)
     is_micro_batch = settings.scope == "micro_batch"
     if update.is_searching or is_micro_batch or not rule.needs_tally_first:
         rule.tally(tokens)

@@ -27,6 +27,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
     yield from _clashes_of_lengths(args, num_positions)
     yield from _clashes_of_data(args)
     yield from _clashes_of_replay(args)
+    yield from _clashes_of_sampling(args)
 
 
 def num_actor_gpus(args: Namespace) -> int:
@@ -234,3 +235,18 @@ def _clashes_of_replay(args: Namespace) -> Iterator[str]:
             f"--replay.capacity {replay.capacity}: keeps fewer than the {num_drawn} groups that --replay.ratio "
             f"{replay.ratio} draws per training step; allowed: {num_drawn} or more"
         )
+
+
+def _clashes_of_sampling(args: Namespace) -> Iterator[str]:
+    """Refuse a nucleus where the engine's log-probs count: they are of the nucleus alone, and the actor's are not."""
+    if args.rollout.top_p == 1:
+        return
+    off, reason = args.offpolicy, ""
+    if off.ratio_base in ("rollout", "auto"):
+        reason = f"--offpolicy.ratio_base {off.ratio_base} compares them with the actor's"
+    elif off.weight == "tapered":
+        reason = "--offpolicy.weight tapered compares them with the actor's"
+    elif (level := args.algo.advantage.is_correction_level) != "off":
+        reason = f"--algo.advantage.is_correction_level {level} compares them with the actor's"
+    if reason:
+        yield f"--rollout.top_p {args.rollout.top_p}: changes the engine's log-probs, and {reason}; allowed: 1"

@@ -190,6 +190,15 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "the negative length grows, and the share falls with it: a length penalty, or a token budget",
         ),
         Guide(
+            ("rollout/equal_reward_groups",),
+            "groups whose rewards are all equal, so that their advantages are 0 (with `flash_reinforce`: 1 if those of "
+            "the whole batch are); the fresh samples' only",
+            "not logged with `gae` and `reinforce`",
+            "some, where prompts are too easy or too hard",
+            "most groups: they teach nothing; easier or harder prompts, more samples per prompt, or "
+            "`--algo.dynamic_filtering_enable`",
+        ),
+        Guide(
             ("rollout/groups_left_over",),
             "groups of the last rollout of the data that fill no optimizer step and are dropped",
             "not logged",

@@ -1,10 +1,12 @@
 """OpenRLHF's RemoteExperienceMaker with the behavior policy's log-probs, staleness, and replay of past groups."""
 
+import itertools
 import math
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
     make_experience_batch,
@@ -23,6 +25,9 @@ from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, is_tape
 # Fields of Experience that have another name in the pool. OpenRLHF's loss takes action_log_probs as the denominator of
 # the ratio, so they are the behavior policy's.
 _POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behavior_log_probs"}
+
+_CENTERED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+"""Advantage estimators that subtract a mean of rewards."""
 
 # Fields of Experience that change while a sample is in the pool.
 _AGES = ("staleness", "optimizer_steps")
@@ -104,6 +109,42 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             if sum(gap.numel() for gap in mismatch):
                 self._metrics["offpolicy/engine_mismatch"] = torch.cat(mismatch).mean().item()
         return experiences
+
+    def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+        """Compute upstream's advantages, with a shaped reward of exactly 0 where a group's rewards are all equal.
+
+        In float32 the mean of eight rewards of 0.7 is not 0.7. Upstream's group_norm divides the difference of 6e-8 by
+        0 + 1e-9, so that all eight responses get an advantage of 60.
+        """
+        if self.args.algo.advantage.estimator not in _CENTERED:
+            return super().compute_advantages_and_returns(experiences)
+        compute_reward, places = upstream.compute_reward, itertools.count()
+        equal: list[torch.Tensor] = []
+
+        def compute_shaped_reward(rewards: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            # Upstream calls this for one experience after another, after the length penalties.
+            equal.extend(() if equal else self._have_equal_rewards(experiences))
+            return compute_reward(torch.where(equal[next(places)], 0.0, rewards), *args, **kwargs)
+
+        upstream.compute_reward = compute_shaped_reward
+        try:
+            return super().compute_advantages_and_returns(experiences)
+        finally:
+            upstream.compute_reward = compute_reward
+
+    def _have_equal_rewards(self, experiences: list[Experience]) -> list[torch.Tensor]:
+        """Say for each sample whether its estimator's baseline is a mean of equal rewards; note how many groups are."""
+        rewards = torch.cat([experience.rewards for experience in experiences])
+        order = torch.tensor([index for experience in experiences for index in experience.index])
+        in_order = torch.empty_like(rewards)
+        in_order[order] = rewards
+        is_over_all = self.args.algo.advantage.estimator == "flash_reinforce"
+        size = len(rewards) if is_over_all else self.args.rollout.n_samples_per_prompt
+        groups = in_order.view(-1, size)
+        is_equal = (groups == groups[:, :1]).all(-1)
+        self._metrics["rollout/equal_reward_groups"] = float(is_equal.sum())
+        sizes = [len(experience.rewards) for experience in experiences]
+        return list(is_equal.repeat_interleave(size)[order].split(sizes))
 
     def get_cumulative_returns(self, rewards: torch.Tensor, action_mask: torch.Tensor, gamma: float) -> torch.Tensor:
         """Return upstream's returns, bit for bit. Without a discount, this needs no Python loop over the tokens.

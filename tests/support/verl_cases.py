@@ -377,6 +377,47 @@ def gradients_of_topr(rank) -> tuple[torch.Tensor, ...]:
     return (*found, correction)
 
 
+@pytest.mark.parametrize("preset", ["paper", "steady"])
+def test_tapered_weights_are_the_openrlhf_commands(preset):
+    ((found, expected),) = on_ranks(1, partial(gradients_of_tapered, preset))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    with pytest.raises(ValueError, match=r"policy_loss.tapered True is not allowed with rule topr"):
+        BapoPolicyLossConfig(loss_mode="bapo", rule="topr", tapered=True)
+
+
+def gradients_of_tapered(preset, rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of verl's loss, and of a loop over the bounds that it found, for tokens with rollout correction."""
+    policy_loss = BapoPolicyLossConfig(loss_mode="bapo", preset=preset, tapered=True)
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, clip_ratio_c=1e6
+    )
+    update = policy_loss.update
+    update.group = dist.group.WORLD
+    tokens = presets.make_updates()[0][0]
+    mask, advantages = tokens["mask"], tokens["advantages"]
+    s = torch.linspace(0.3, 1.7, mask.numel()).view(mask.shape)
+    arguments = tokens["old_log_probs"], tokens["log_probs"].clone().requires_grad_(), advantages, mask
+    with pytest.raises(RuntimeError, match=r"policy_loss.tapered True: there is no rollout correction"):
+        compute_policy_loss_bapo(*arguments, config=actor)
+    if update.rule.needs_tally_first:
+        update.is_searching = True
+        compute_policy_loss_bapo(*arguments, config=actor, rollout_is_weights=s)
+        update.is_searching = False
+        update.close()
+    compute_policy_loss_bapo(*arguments, config=actor, rollout_is_weights=s)[0].backward()
+
+    weights = torch.where(advantages > 0, 1.0, s.clamp(max=1.0))
+    ratio = (tokens["log_probs"] - tokens["old_log_probs"]).exp()
+    lower, upper = float(update.rule.lower), float(update.rule.upper)
+    if update.rule.needs_tally_first:
+        found = find_clip_bounds(ratio, advantages, weights * mask, update.rule.config)
+        assert (float(found.lower), float(found.upper)) == (lower, upper)
+    most = actor.clip_ratio_c  # the preset's dual clip
+    inside = torch.where(advantages > 0, ratio <= upper, (ratio >= lower) & (ratio <= most))
+    expected = -torch.where(inside, weights * ratio * advantages, 0.0) * mask / mask.sum()
+    return arguments[1].grad, expected
+
+
 def test_divergence_has_the_gradient_of_verls_own_dppo():
     found = []
     threshold = dict(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=1e9)  # verl caps the ratio too

@@ -751,3 +751,39 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     assert exit_.value.code == 2 and "_replay/global_step2" in capsys.readouterr().err
     assert parse([*argv, "--replay.discard_saved"]).ckpt.resume_from == "global_step2"
     assert parse(pipeline.flags(tmp_path, **flags)).ckpt.resume_from is None
+
+
+ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+
+
+def advantages_of(maker, rewards: list[float]) -> list[float]:
+    """Each sample's advantage at its first token; every group has four samples, of 1 to 4 tokens."""
+    responses = [pipeline.response(1 + i % 4, reward) for i, reward in enumerate(rewards)]
+    groups = [responses[start : start + NUM_SAMPLES] for start in range(0, len(rewards), NUM_SAMPLES)]
+    samples = [sample for group in groups for sample in generated(maker, group)]
+    found = joined(maker.make_experience_batch(samples))
+    return [float(sample.advantages[sample.action_mask > 0][0]) for sample in found]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.1, 0.7, 0.9, 1 / 3, -0.3, 1.0, 0.0])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(tmp_path, estimator, reward):
+    maker = make_maker(tmp_path, algo__advantage__estimator=estimator)
+    assert advantages_of(maker, [reward] * 16) == [0.0] * 16
+    assert maker.metrics()["rollout/equal_reward_groups"] == (1 if estimator == "flash_reinforce" else 4)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_other_groups_keep_upstreams_advantages_to_the_bit(tmp_path, monkeypatch, estimator):
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)).tolist()
+    rewards[4:8] = [0.5] * 4  # a mean without rounding
+    ours = make_maker(tmp_path, algo__advantage__estimator=estimator)
+    found = advantages_of(ours, rewards)
+    assert ours.metrics()["rollout/equal_reward_groups"] == (0 if estimator == "flash_reinforce" else 1)
+    theirs = make_maker(tmp_path, algo__advantage__estimator=estimator)
+    monkeypatch.setattr(
+        type(theirs), "compute_advantages_and_returns", RemoteExperienceMaker.compute_advantages_and_returns
+    )
+    assert found == advantages_of(theirs, rewards)

@@ -217,6 +217,13 @@ DECOUPLED = dict(offpolicy__objective="decoupled")
             DECOUPLED | dict(policy_loss="topr", offpolicy__weight="tapered"),
             "--offpolicy.objective decoupled: .*not topr",
         ),
+        (
+            dict(policy_loss="bapo", train__async_enable=True, rollout__top_p=0.9),
+            "--rollout.top_p 0.9: changes the engine's log-probs, and --offpolicy.ratio_base rollout .*allowed: 1",
+        ),
+        (dict(offpolicy__lag=2, rollout__top_p=0.9), "--rollout.top_p 0.9: .*--offpolicy.ratio_base auto"),
+        (DECOUPLED | dict(rollout__top_p=0.9), "--rollout.top_p 0.9: .*is_correction_level token"),
+        (DECOUPLED | dict(offpolicy__weight="tapered", rollout__top_p=0.9), "--rollout.top_p 0.9: .*weight tapered"),
         (DECOUPLED | dict(offpolicy__weight="heavy"), "--offpolicy.weight: invalid choice: 'heavy'"),
         (dict(policy_loss="ppo", actor__policy_loss_type="gspo"), "--policy_loss ppo: .*--actor.policy_loss_type ppo"),
         (dict(actor__policy_loss_type="gspo", replay__ratio=1), "--replay.ratio 1.0: .*every --policy_loss but gspo"),
