@@ -11,6 +11,7 @@ has the rules of other methods.
 """
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,13 +28,18 @@ from openrlhf_bapo.core.clip_bounds import (
 )
 from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
 
+MOST_RATIO = math.exp(21.0)
+"""Above every importance ratio."""
+
 
 def importance_ratio(log_probs: torch.Tensor, behavior_log_probs: torch.Tensor) -> torch.Tensor:
     """Return pi_theta / pi_behavior per token, from the log-probs of both, with the log-ratio clamped to [-20, 20].
 
-    The clamp is that of OpenRLHF's `PolicyLoss` and of verl's losses.
+    The clamp is that of OpenRLHF's `PolicyLoss` and of verl's losses. Log-probs of a half precision give a float32
+    ratio, because e^20 is beyond fp16.
     """
-    return (log_probs - behavior_log_probs).clamp(-20.0, 20.0).exp()
+    log_ratio = log_probs - behavior_log_probs
+    return log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32)).clamp(-20.0, 20.0).exp()
 
 
 def share_weights(
@@ -198,7 +204,8 @@ class FixedBounds(ClipRule):
         if not lower <= 1 <= upper:
             raise ValueError(f"bounds {lower:g}, {upper:g} are not allowed; they must satisfy lower <= 1 <= upper")
         self.config = ClipConfig()  # for the shares: the paper's contribution and target
-        self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).unbind()
+        # No ratio lies beyond 0 and MOST_RATIO, and the sums of a tally have no value at infinity.
+        self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).clamp(0, MOST_RATIO).unbind()
 
     def _tally(self, tokens: Tokens) -> ContributionTally:
         return tally_at_bounds(tokens.ratio, tokens.advantages, tokens.weight, self.lower, self.upper)
@@ -280,18 +287,21 @@ class SteadyBounds(ClipRule):
     def follow(self, tally: ContributionTally) -> ClipBounds:
         """Let the bounds follow an update; returns the result of the search on that update alone.
 
-        An update without a token to balance changes nothing.
+        An update without a token to balance changes nothing, and neither does one with a value that is not finite.
 
         Args:
             tally: `tally_contributions` of all tokens of the update, on all ranks.
         """
         found = wanted = solve_clip_bounds(tally, self.config)
         self.to(tally.sums.device)
-        weight = (1 - self._keep) * found.initial_share.isfinite().double()
+        # A sum that is not finite would stay in the average for good.
+        is_finite = tally.sums.isfinite().all()
+        weight = (1 - self._keep) * (is_finite & found.initial_share.isfinite()).double()
         if self.smoothing.of == "tally":
-            before = tally.sums.new_zeros(()) if self._average is None else self._average.sums
+            before = torch.zeros_like(tally.sums) if self._average is None else self._average.sums
             # The weights sum to less than 1 at first; shares do not change with the scale.
-            self._average = ContributionTally(before + weight * (tally.sums - before))
+            averaged = before + weight * (tally.sums - before)
+            self._average = ContributionTally(torch.where(is_finite, averaged, before))
             wanted = solve_clip_bounds(self._average, self.config)
             weight = wanted.initial_share.isfinite().double()
         # lerp ends exactly at its end point, where rounding could carry a weighted sum past the end of a range.

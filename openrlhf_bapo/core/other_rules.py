@@ -19,12 +19,10 @@ import torch
 
 from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
 from openrlhf_bapo.core.clip_config import PRESETS, ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule
+from openrlhf_bapo.core.clip_rules import MOST_RATIO, ClipRule, Tokens, UpdateBounds, make_clip_rule
 from openrlhf_bapo.core.own_rules import is_own_rule, load_own_rule, make_own_rule, own_settings
 from openrlhf_bapo.core.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
 from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
-
-_MOST = math.exp(21.0)  # beyond every ratio
 
 
 class _OtherRule(ClipRule):
@@ -34,7 +32,7 @@ class _OtherRule(ClipRule):
 
     def __init__(self) -> None:
         self.config = ClipConfig(contribution="gradient")
-        self.lower, self.upper = torch.tensor([0.0, _MOST], dtype=torch.float64).unbind()
+        self.lower, self.upper = torch.tensor([0.0, MOST_RATIO], dtype=torch.float64).unbind()
 
 
 class _AveragedRule(_OtherRule):
@@ -63,8 +61,10 @@ class _AveragedRule(_OtherRule):
         """Return the average with this tally in it, up to a constant factor."""
         if not self.follows_updates:
             return tally
-        before = 0.0 if self._average is None else self._average.sums.to(tally.sums.device)
-        self._average = ContributionTally(self._keep * before + tally.sums)
+        before = torch.zeros_like(tally.sums) if self._average is None else self._average.sums.to(tally.sums.device)
+        # A sum that is not finite would stay in the average for good.
+        is_finite = tally.sums.isfinite().all()
+        self._average = ContributionTally(torch.where(is_finite, self._keep * before + tally.sums, before))
         return self._average
 
 
@@ -120,8 +120,8 @@ class DivergenceBounds(_OtherRule):
 
     def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (lower, upper), in the tokens' shape; a lower bound of nearly 0 never clips."""
-        distance = (math.log(self.threshold) - tokens.behavior_log_probs).exp()
-        return (1 - distance).clamp(min=1 / _MOST), (1 + distance).clamp(max=_MOST)
+        distance = (math.log(self.threshold) - tokens.behavior_log_probs.to(tokens.ratio.dtype)).exp()
+        return (1 - distance).clamp(min=1 / MOST_RATIO), (1 + distance).clamp(max=MOST_RATIO)
 
     def _tally(self, tokens: Tokens) -> ContributionTally:
         lower, upper = self.bounds(tokens)
@@ -147,7 +147,8 @@ class WeightRule(_OtherRule):
         """Return the weights, at least 0, in the tokens' shape."""
 
     def _tally(self, tokens: Tokens) -> ContributionTally:
-        return tally_at_bounds(self.weights(tokens), tokens.advantages, tokens.weight, self.lower, self.upper)
+        weights = self.weights(tokens).to(tokens.ratio.dtype)
+        return tally_at_bounds(weights, tokens.advantages, tokens.weight, self.lower, self.upper)
 
     def _update(self, tally: ContributionTally) -> UpdateBounds:
         return UpdateBounds(_without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config)), None)

@@ -28,8 +28,9 @@ def tapered_weights(log_s: torch.Tensor, advantages: torch.Tensor, mask: torch.T
         level: s of each "token", or of the "sequence", the product over its tokens.
 
     Returns:
-        [batch, tokens], in [0, 1].
+        [batch, tokens], in [0, 1], in float32 at least.
     """
+    log_s = log_s.to(torch.promote_types(log_s.dtype, torch.float32))
     if level == "sequence":
         log_s = torch.where(mask > 0, log_s, 0.0).sum(-1, keepdim=True).expand_as(log_s)
     return torch.where(advantages > 0, 1.0, log_s.clamp(-20.0, 0.0).exp())

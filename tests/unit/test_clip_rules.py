@@ -1,7 +1,7 @@
 """Clip rules: what all of them promise, and that a preset is the same rule in every framework."""
 
 import math
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 
 import pipeline
@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, SmoothingConfig
 from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import find_clip_bounds
+from openrlhf_bapo.core.clip_bounds import _FEW_TOKENS, find_clip_bounds
 from openrlhf_bapo.core.clip_config import PRESETS
 from openrlhf_bapo.core.clip_rules import (
     ClipRule,
@@ -176,6 +176,52 @@ def test_float32_tokens_give_the_bounds_and_weights_of_float64(make):
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5, nan_ok=True)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=0)
     assert_same_state(*rules, rtol=1e-5)
+
+
+EXTREMES = RULES | {
+    "an upper bound of infinity": lambda _: FixedBounds(0.8, math.inf),
+    "a lower bound of -infinity": lambda _: FixedBounds(-math.inf, 1.2),
+    "a lower bound below 0": lambda _: FixedBounds(-0.5, 1.2),
+    "no bounds": lambda _: FixedBounds(0.0, math.inf),
+}
+
+
+@pytest.mark.parametrize("make", EXTREMES.values(), ids=EXTREMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_every_rule_has_its_shares_for_every_type_and_number_of_tokens_and_the_largest_ratios(make, dtype):
+    for size in (8, _FEW_TOKENS - 1, _FEW_TOKENS, _FEW_TOKENS + 1, 3 * _FEW_TOKENS):
+        generator = torch.Generator().manual_seed(size)
+        behavior = -3 * torch.rand(1, size, generator=generator)
+        log_probs = behavior + 0.5 * torch.randn(1, size, generator=generator)
+        log_probs[0, 0] += 30
+        log_probs[0, -1] -= 30
+        advantages = torch.randn(1, size, generator=generator)
+        log_probs[0, 1:3], advantages[0, 1:3] = behavior[0, 1:3], torch.tensor([0.5, -0.5])  # inside, of both signs
+        columns = (x.to(dtype) for x in (log_probs, behavior, advantages, torch.ones(1, size)))
+        tokens_, rule = Tokens(*columns), make(ClipConfig())
+        for _ in range(2):
+            rule.tally(tokens_)
+            used = rule.close_update().used
+            for share in (used.positive_share, used.surrogate_share, used.gradient_share):
+                assert 0 <= float(share) <= 1, (size, used)
+            assert bool(rule.gradient_weights(tokens_).isfinite().all())
+
+
+@of_every_rule
+def test_an_update_with_a_value_that_is_not_finite_leaves_no_trace(make):
+    tokens_ = random_tokens()
+    log_probs = tokens_.log_probs.clone()
+    log_probs[2, 0] = math.nan
+    other = Tokens(tokens_.log_probs - 0.3, tokens_.behavior_log_probs, tokens_.advantages, tokens_.weight)
+    stained, clean = make(ClipConfig()), make(ClipConfig())
+    for part in (tokens_, replace(tokens_, log_probs=log_probs), other):
+        stained.tally(part)
+        stained.close_update()
+    for part in (tokens_, other):
+        clean.tally(part)
+        clean.close_update()
+    assert_same_state(stained, clean, rtol=1e-12)
+    assert all(bool(value.isfinite().all()) for value in stained.state_dict().values())
 
 
 @of_every_rule
