@@ -191,12 +191,11 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("rollout/equal_reward_groups",),
-            "groups whose rewards are all equal, so that their advantages are 0 (with `flash_reinforce`: 1 if those of "
-            "the whole batch are); the fresh samples' only",
-            "not logged with `gae` and `reinforce`",
+            "groups of fresh samples whose rewards are all equal, so that their advantages are 0 (where the baseline "
+            "is the mean of the batch: 1 if all are equal)",
+            "not logged without a baseline",
             "some, where prompts are too easy or too hard",
-            "most groups: they teach nothing; easier or harder prompts, more samples per prompt, or "
-            "`--algo.dynamic_filtering_enable`",
+            "most groups: they teach nothing; other prompts, more samples per prompt, or dynamic filtering",
         ),
         Guide(
             ("rollout/groups_left_over",),
@@ -301,11 +300,10 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("offpolicy/weight_negative",),
-            "with `--offpolicy.weight tapered`, the mean weight of tokens with a negative advantage",
+            "with tapered weights, the mean weight of tokens with a negative advantage",
             "1",
             "1 on fresh data, lower where tokens are stale",
-            "near 0: stale responses no longer teach what to avoid; less staleness, or "
-            "`--offpolicy.weight_level token`",
+            "near 0: stale responses no longer teach what to avoid; less staleness, or the level `token`",
         ),
         Guide(
             ("offpolicy/mixed_versions",),

@@ -9,12 +9,12 @@ from openrlhf_bapo.core.own_rules import is_own_rule
 
 
 def clip_rule_from_args(args: Namespace) -> ClipRule | None:
-    """Return the clip rule of `--policy_loss`; None with ppo and gspo."""
+    """Return the clip rule of `--policy_loss`; None with ppo and gspo, and where it is None (Molt's own loss)."""
     if args.policy_loss == "bapo":
         return make_clip_rule(clip_config_from_args(args.bapo))
     if args.policy_loss in RULES:
         return make_rule(args.policy_loss, vars(getattr(args, args.policy_loss)))
-    if is_own_rule(args.policy_loss):
+    if args.policy_loss is not None and is_own_rule(args.policy_loss):
         return make_rule(args.policy_loss, vars(args.rule) if hasattr(args, "rule") else {})
     return None
 

@@ -44,7 +44,10 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
         assert theirs["policy_loss"] != 0 and theirs["ppo_clip_ratio"] > 0
         added = mine.keys() - theirs.keys()
         assert all(
-            name.startswith(("bapo/", "entropy/", "reward_fault/", "rollout/response_length_")) for name in added
+            name.startswith(
+                ("bapo/", "entropy/", "reward_fault/", "rollout/response_length_", "rollout/equal_reward_groups")
+            )
+            for name in added
         ), added
         assert 0 < mine["bapo/positive_share"] < 1 and mine["bapo/clip_high"] == 1.2
         for name in theirs:

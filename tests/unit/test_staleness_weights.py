@@ -86,7 +86,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(rule, level, token_level_lo
                 expected -= weights[i][t] * terms[kind] / size
                 if kind == "unclipped":
                     gradient[i, t] = -weights[i][t] * ratio * advantage / size
-        assert float(value) == pytest.approx(expected, rel=1e-12)
+        assert float(value.detach()) == pytest.approx(expected, rel=1e-12)
         torch.testing.assert_close(batch["log_probs"].grad, gradient, rtol=1e-12, atol=1e-15)
 
 
