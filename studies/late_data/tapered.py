@@ -2,7 +2,7 @@
 
 python studies/late_data/tapered.py   # H1, H2 and H4, for every regime that lacks no cell; and the means by rate
 
-It reads finished cells from protocol.parquet, tapered.parquet and --runs.
+It reads finished cells from protocol.parquet, tapered.parquet and --runs, and writes TAPERED.md.
 """
 
 import argparse
@@ -138,12 +138,23 @@ def rate_lines(runs: Path) -> list[str]:
     return ["Late by 8 by rate, seeds 200 to 204", "", *markdown(["method", *(f"{r:g}" for r in rates)], rows)]
 
 
+PAGE = HERE / "TAPERED.md"
+
+
+def page(runs: Path) -> str:
+    """Return TAPERED.md: the tables of the regimes that lack no cell, and which cells are missing."""
+    table, left_out = whole_regimes(runs)
+    intro = "PROTOCOL.md has the plan. `tapered.py` writes this page."
+    missing = ["Missing", "", *(f"- {line.removeprefix('Left out: ')}" for line in left_out)] if left_out else []
+    lines = ["# Tapered weights: the planned tests", "", intro, "", *(lines_of(table) if table else []), ""]
+    return "\n".join([*lines, *rate_lines(runs), *missing]).rstrip() + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/tapered"), help="default: %(default)s")
-    args = parser.parse_args()
-    table, left_out = whole_regimes(args.runs)
-    print("\n".join([*(lines_of(table) if table else []), *rate_lines(args.runs), *left_out]))
+    PAGE.write_text(page(parser.parse_args().runs))
+    print(PAGE.read_text())
 
 
 if __name__ == "__main__":

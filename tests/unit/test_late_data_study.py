@@ -759,6 +759,8 @@ def test_every_difference_with_an_interval_is_one_of_the_test():
     for t in itertools.chain(*compare.tested(table, screened).values()):
         d = t.difference
         found |= {f"{m:.3f} [{a:.3f}, {b:.3f}]" for m, a, b in ((d.mean, d.low, d.high), (-d.mean, -d.high, -d.low))}
+    of_tapered = re.findall(r"\| (\S+) \| \[(\S+), (\S+)\] \|", (FOLDER / "TAPERED.md").read_text())
+    found |= {"{} [{}, {}]".format(*(number.lstrip("+") for number in row)) for row in of_tapered}
     assert len(reported) > 8 and set(reported) <= found
 
 

@@ -50,3 +50,7 @@ def test_a_candidates_pairs_began_from_the_same_start_policies():
         for by_rate, seed in itertools.product(by_method.values(), range(210, 220)):
             ours, ppo = by_rate[tapered.RATE][seed], by_method["ppo"][tapered.RATE][seed]
             assert ours.began == pytest.approx(ppo.began, abs=1e-3)
+
+
+def test_the_page_is_that_of_the_cells():
+    assert tapered.PAGE.read_text() == tapered.page(FOLDER)
