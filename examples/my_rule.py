@@ -13,7 +13,7 @@ class Sapo(WeightRule):
 
     Args:
         positive: t where A > 0, above 0.
-        negative: t where A < 0; larger than `positive`, because these tokens make training unstable.
+        negative: t where A < 0, above 0.
     """
 
     def __init__(self, positive: float = 1.0, negative: float = 1.05) -> None:

@@ -253,7 +253,7 @@ RULES: dict[str, type[ClipRule]] = {
 
 
 def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
-    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name for `find_rule`.
+    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name for `make_rule`.
 
     Raises:
         ValueError: if no preset and no rule has this name.
