@@ -60,8 +60,9 @@ class Pieces:
 
 def describe(line: str) -> str | None:
     """Shorten one line of a run's output for a person, or return None if it need not be shown."""
-    if line.startswith(_OURS):
-        return line.rstrip("\n")
+    actor = _ACTOR.match(line)
+    if line.startswith(_OURS, actor.end() if actor else 0):
+        return line[actor.end() if actor else 0 :].rstrip("\n")
     if match := _STEP.search(line):
         metrics = {key: value for key, value in _metrics(match[2]).items() if not math.isnan(value)}
         shown = [f"{title} {metrics[key]:.3f}" for title, key in _COLUMNS.items() if key in metrics]

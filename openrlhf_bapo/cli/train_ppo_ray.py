@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from openrlhf_bapo.command.arguments import run_upstream
 from openrlhf_bapo.command.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
 from openrlhf_bapo.command.plan import warn_of_small_disks
+from openrlhf_bapo.command.summary import describe_training
 from openrlhf_bapo.command.threads import end_threads
 from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train. Flags come from `argv`, or from the command line; a mistake ends with one line and exit code 2.
 
     After any other failure, the last lines on stderr name the cause and what is saved. The exit code is then 1, 143
-    after SIGTERM, or 130 after Ctrl-C.
+    after SIGTERM, or 130 after Ctrl-C. A run that trains nothing is a failure.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background commands ignore SIGINT
     values: dict[str, Any] = {}
@@ -44,8 +45,9 @@ def main(argv: list[str] | None = None) -> None:
         if not failures and isinstance(error, RuntimeError):  # such as a broken connection
             error = find_dead_engine(engines) or error
         _end(failures[0] if failures else error, values, signals)
+    trained = describe_training(values)
     end_threads()
-    print(f"openrlhf-bapo: the run is complete; its model is in {values['ckpt.output_dir']}", flush=True)
+    print(f"openrlhf-bapo: the run is complete: {trained}; its model is in {values['ckpt.output_dir']}", flush=True)
 
 
 def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:

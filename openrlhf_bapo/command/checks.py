@@ -28,6 +28,7 @@ from openrlhf_bapo.command.input_files import (
     model_length,
     warn,
 )
+from openrlhf_bapo.command.labels import check_labels
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
 
@@ -254,6 +255,8 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
                 continue
             if Path(name).is_file():
                 check_rows(Path(name), where, keys, data.apply_chat_template)
+                if data.label_key:
+                    check_labels(Path(name), where, data.label_key)
             elif not is_file and is_hub_name(name):
                 if must_exist:
                     warn(f"{where}: is not a file or folder here, so it must be a data set on the hub; not checked")

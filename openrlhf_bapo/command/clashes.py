@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from openrlhf_bapo.command.input_files import listed
-from openrlhf_bapo.openrlhf.settings import has_clip_rule
+from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule
 
 _ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """Advantage estimators that compare the responses to a prompt."""
@@ -239,14 +239,9 @@ def _clashes_of_replay(args: Namespace) -> Iterator[str]:
 
 def _clashes_of_sampling(args: Namespace) -> Iterator[str]:
     """Refuse a nucleus where the engine's log-probs count: they are of the nucleus alone, and the actor's are not."""
-    if args.rollout.top_p == 1:
-        return
-    off, reason = args.offpolicy, ""
-    if off.ratio_base in ("rollout", "auto"):
-        reason = f"--offpolicy.ratio_base {off.ratio_base} compares them with the actor's"
-    elif off.weight == "tapered":
-        reason = "--offpolicy.weight tapered compares them with the actor's"
-    elif (level := args.algo.advantage.is_correction_level) != "off":
-        reason = f"--algo.advantage.is_correction_level {level} compares them with the actor's"
-    if reason:
-        yield f"--rollout.top_p {args.rollout.top_p}: changes the engine's log-probs, and {reason}; allowed: 1"
+    top_p, flag = args.rollout.top_p, compares_engine(args)
+    if top_p != 1 and flag:
+        yield (
+            f"--rollout.top_p {top_p}: changes the engine's log-probs, and {flag} compares them with the actor's; "
+            "allowed: 1"
+        )

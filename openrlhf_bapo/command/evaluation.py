@@ -32,6 +32,7 @@ from openrlhf_bapo.command.input_files import (
     json_value,
     model_length,
 )
+from openrlhf_bapo.command.labels import warn_of_labels
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
@@ -85,6 +86,8 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
             raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one row")
         if in_file[0].key in problems:
             raise FlagError(f"--data {file}: is given twice; allowed: once")
+        labels = [(f"line {problem.key.rpartition(':')[2]}", problem.row[label_key]) for problem in in_file]
+        warn_of_labels(labels, f"--data {file}")
         problems |= {problem.key: problem for problem in in_file}
     return list(problems.values())
 

@@ -9,8 +9,10 @@ import shutil
 import signal
 from pathlib import Path
 
+from openrlhf_bapo.command.summary import describe_training
 from openrlhf_bapo.openrlhf.interrupts import Interrupted
 from openrlhf_bapo.openrlhf.replay_checkpoint import missing_file
+from openrlhf_bapo.openrlhf.run_counts import NothingTrained
 
 PROCESSES = {
     "RolloutRayActor": "a rollout engine",
@@ -37,7 +39,10 @@ def describe_failure(error: BaseException, args: dict, signals: list[int]) -> li
     """
     folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
     full = [name for folder in folders if folder and (name := _full_disk(folder, args))]
-    cause, names = _in_words(_innermost(error)), [signal.Signals(number).name for number in signals]
+    error, names = _innermost(error), [signal.Signals(number).name for number in signals]
+    cause = _in_words(error)
+    if isinstance(error, NothingTrained):
+        cause = f"nothing was trained: {describe_training(args)}"
     return [f"the run has ended: {'; '.join([', '.join([*names, cause]), *dict.fromkeys(full)])}", _what_is_saved(args)]
 
 

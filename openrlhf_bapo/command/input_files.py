@@ -23,7 +23,7 @@ from openrlhf_bapo.command.mistakes import FlagError
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""
 
-_CSV_ENCODING = "utf-8-sig"  # accepts a byte order mark, as pandas does
+CSV_ENCODING = "utf-8-sig"  # accepts a byte order mark, as pandas does
 _SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
 """Bytes: the largest data file that is read whole, and the part that is read at each end of a larger one."""
 
@@ -86,7 +86,7 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
     """
     try:
         if file.suffix == ".csv":
-            with open(file, newline="", encoding=_CSV_ENCODING) as stream:
+            with open(file, newline="", encoding=CSV_ENCODING) as stream:
                 table = csv.reader(stream)
                 return _check_table(next(table, []), any(table), where, keys)
         if file.suffix == ".parquet":
@@ -96,7 +96,7 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
                 return _check_table(opened.schema_arrow.names, opened.metadata.num_rows > 0, where, keys)
         if file.suffix not in (".json", ".jsonl"):
             return None
-        rows = list(_json_rows(file, where))
+        rows = list(json_rows(file, where))
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and an UnicodeDecodeError are ValueErrors
         raise FlagError(f"{where}: cannot be read ({str(error).splitlines()[0]}); allowed: a JSONL file") from None
     if not rows and file.stat().st_size <= _SMALL_FILE:
@@ -113,7 +113,7 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
 def count_rows(file: Path) -> int | None:
     """Count the rows of a data file that `check_rows` accepts; None: not known without reading all of a large file."""
     if file.suffix == ".csv":
-        with open(file, newline="", encoding=_CSV_ENCODING) as stream:
+        with open(file, newline="", encoding=CSV_ENCODING) as stream:
             return sum(1 for row in csv.reader(stream) if row) - 1
     if file.suffix == ".parquet":
         import pyarrow.parquet
@@ -122,7 +122,7 @@ def count_rows(file: Path) -> int | None:
     if file.suffix not in (".json", ".jsonl"):
         return None
     if file.stat().st_size <= _SMALL_FILE:
-        return sum(1 for _ in _json_rows(file, ""))
+        return sum(1 for _ in json_rows(file, ""))
     with open(file, "rb") as stream:
         num_lines = sum(1 for line in stream if line.strip())
         stream.seek(0)
@@ -148,7 +148,7 @@ def check_row(row: object, where: str, keys: dict[str, str]) -> None:
             raise FlagError(f"{where} has no key {key!r}; allowed for {flag}: one of {', '.join(row)}")
 
 
-def _json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
+def json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
     """Yield (place in the file, row) of the rows that are read."""
     size = file.stat().st_size
     with open(file, "rb") as stream:

@@ -14,6 +14,7 @@ from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import count_rows, model_length, warn
 from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.openrlhf.run_counts import planned_steps
 from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
 from openrlhf_bapo.planning.checkpoints import checkpoint_terms, replay_term
@@ -317,8 +318,7 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     dataset = args.data.prompt_dataset
     if dataset and os.path.isfile(dataset) and (rows := count_rows(Path(dataset))) is not None:
         rows = min(rows, args.data.max_samples)
-        # Each episode ends with a training step on the prompts that are left.
-        steps = args.train.num_episodes * math.ceil(rows / min(num_prompts, args.rollout.vllm_generate_batch_size))
+        steps = planned_steps(args, rows)
         facts["training steps"] = f"{steps} from {rows:,} prompts"
 
 

@@ -205,6 +205,13 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "batch sizes that divide without a remainder",
         ),
         Guide(
+            ("rollout/prompts_cut",),
+            "prompts of the rollout that lost their first tokens, because `--data.max_len` leaves too little for them",
+            "logged if the data have such prompts",
+            "0",
+            "a larger `--data.max_len`, or data without these prompts",
+        ),
+        Guide(
             ("rollout/samples_waiting",),
             "samples that a rollout made for later training steps (`--rollout.vllm_generate_batch_size`)",
             "0, or all but a training batch",

@@ -96,6 +96,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         if self._off_policy_tally is not None:
             status.update(offpolicy_metrics(self._off_policy_tally.all_reduce(self._group)))
             status["offpolicy/optimizer_steps_taken"] = self._steps_taken()
+        status["optimizer_steps_taken"] = self._steps_taken()  # for the trainer, which does not log it
         return status
 
     def _rule_metrics(self, rule: ClipRule) -> dict[str, float]:

@@ -6,7 +6,9 @@ The command receives the signal, and a Ray actor trains. The command tells the a
 import functools
 from typing import Any
 
-_INTERRUPTED, _TRAINING, _NAMESPACE = b"interrupted", b"training", b"openrlhf_bapo"
+from openrlhf_bapo.openrlhf import job_store
+
+_INTERRUPTED, _TRAINING = b"interrupted", b"training"
 
 
 class Interrupted(Exception):
@@ -15,35 +17,17 @@ class Interrupted(Exception):
 
 def interrupt_trainer() -> None:
     """Ask the trainer of this Ray job to end after its current step."""
-    _put(_INTERRUPTED)
+    job_store.put(_INTERRUPTED)
 
 
 def is_interrupted() -> bool:
     """Say whether the trainer of this Ray job was asked to end."""
-    return _exists(_INTERRUPTED)
+    return job_store.get(_INTERRUPTED) is not None
 
 
 def is_training() -> bool:
     """Say whether the trainer of this Ray job has begun, so that it will see that it was asked to end."""
-    return _exists(_TRAINING)
-
-
-def _put(key: bytes) -> None:
-    from ray.experimental import internal_kv
-
-    internal_kv._internal_kv_put(_job() + key, b"", namespace=_NAMESPACE)
-
-
-def _exists(key: bytes) -> bool:
-    from ray.experimental import internal_kv
-
-    return internal_kv._internal_kv_exists(_job() + key, namespace=_NAMESPACE)
-
-
-def _job() -> bytes:
-    import ray
-
-    return ray.get_runtime_context().get_job_id().encode()
+    return job_store.get(_TRAINING) is not None
 
 
 def end_when_interrupted(trainer: type[Any]) -> None:
@@ -61,7 +45,7 @@ def end_when_interrupted(trainer: type[Any]) -> None:
 
     @functools.wraps(start)
     def init_checkpoint_states(self: Any) -> dict:
-        _put(_TRAINING)  # before the check, so that one of the two sees a signal that comes now
+        job_store.put(_TRAINING)  # before the check, so that one of the two sees a signal that comes now
         if is_interrupted():
             raise Interrupted("before its first step")
         return start(self)

@@ -104,7 +104,9 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
         samples = [sample for group in groups for sample in self._to_experiences(group, generate_kwargs)]
         self._has_ended = self.pool.exhausted and len(self.pool) == 0
         metrics = self.pool.metrics() | {"partial/slowest_share": self._seconds_alone / (time.time() - began)}
-        metrics |= self._fault_metrics()
+        metrics |= self._fault_metrics(samples)
+        for reason in ("stale", "filtered", "left_over"):
+            self.untrained[reason] += int(metrics[f"partial/dropped_{reason}"])
         if not samples:
             logger.info(f"partial rollouts at the end of an episode: {metrics}")
         pass_rate = 100 * sum(self._judged) / len(self._judged) if self._judged else None

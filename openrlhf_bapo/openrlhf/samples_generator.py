@@ -4,6 +4,7 @@ If a response gets no reward, its prompt group is dropped and counted by reason,
 run ends if too many groups are dropped.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 
 from openrlhf_bapo.core.partial_rollouts import PartialPool
+from openrlhf_bapo.openrlhf.long_prompts import find_cut_prompts
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.settings import has_clip_rule, is_off_policy
+from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule, is_off_policy
 from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
 
 logger = init_logger(__name__)
@@ -74,9 +76,16 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         limits = self.args.reward_fault
         for engine in self.vllm_engines:
             engine.limit_rewards.remote(limits.patience, limits.timeout)
+            if flag := compares_engine(self.args):
+                engine.compare_log_probs.remote(flag, _SamplingParams(temperature=self.args.rollout.temperature))
         self._lost: Counter[str] = Counter()
         """Groups that were dropped without a reward since the last log, by reason."""
         self._has_lost_groups = False
+        self.untrained: Counter[str] = Counter()
+        """Groups of this run that are not trained on, by reason."""
+        find_cut = functools.partial(find_cut_prompts, self.args, self.tokenizer)
+        self._cut_prompts = find_cut("--data.prompt_dataset", self.prompts_dataloader)
+        find_cut("--eval.dataset", self.eval_dataloader)
         self._num_left_over = 0  # groups since the last log
         self._needs_whole_steps = has_clip_rule(self.args) or self.args.replay.ratio > 0
         self._saved_buffer: SampleBuffer | None = None  # from a checkpoint, until the first rollout
@@ -104,7 +113,8 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             if left_over := num_groups - len(samples) // size:
                 logger.info(f"{left_over} prompt groups at the end of the data fill no optimizer step and are dropped")
                 self._num_left_over += left_over
-        metrics = self._fault_metrics() if samples else {}
+                self.untrained["left_over"] += left_over
+        metrics = self._fault_metrics(samples) if samples else {}
         if samples and self._num_left_over:
             metrics["rollout/groups_left_over"], self._num_left_over = float(self._num_left_over), 0
         buffer = None
@@ -118,11 +128,17 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """Continue with the samples that waited when the checkpoint was written."""
         self._saved_buffer = buffer
 
-    def _fault_metrics(self) -> dict[str, float]:
-        """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason."""
+    def _fault_metrics(self, samples: list[Experience]) -> dict[str, float]:
+        """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason.
+
+        If the data have prompts that are too long, "rollout/prompts_cut" counts their groups among the samples.
+        """
         lost, self._lost = +self._lost, Counter()
-        by_reason = {f"reward_fault/{reason}": float(count) for reason, count in lost.items()}
-        return {"reward_fault/dropped": float(lost.total()), **by_reason}
+        metrics = {f"reward_fault/{reason}": float(count) for reason, count in lost.items()}
+        if self._cut_prompts:
+            num_cut = sum(prompt in self._cut_prompts for sample in samples for prompt in sample.prompts)
+            metrics["rollout/prompts_cut"] = num_cut / self.args.rollout.n_samples_per_prompt
+        return {"reward_fault/dropped": float(lost.total()), **metrics}
 
     def _generate_vllm(
         self, dataloader_iter: Iterator, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
@@ -135,6 +151,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             )
             samples = sorted(samples, key=lambda sample: sample.place)  # the samples of a group have one place
             num_drawn, num_missing = num_drawn + drawn, 0
+            self.untrained["filtered"] += drawn - len(samples) // size
             for start in range(0, len(samples), size):
                 group = samples[start : start + size]
                 faults = [sample.reward_fault for sample in group if sample.reward_fault is not None]
@@ -153,6 +170,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """
         self._lost[fault.kind] += 1
         self._has_lost_groups = True
+        self.untrained["unrewarded"] += 1
         logger.warning(f"a prompt group has no reward and is dropped: {fault.text}")
         rate = self.args.reward_fault.max_drop_rate
         if num_lost > rate * batch_size:

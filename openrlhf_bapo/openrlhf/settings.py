@@ -35,6 +35,16 @@ def has_proximal_ratio(args: Namespace) -> bool:
     return is_decoupled(args) or (args.offpolicy.ratio_base == "recomputed" and can_be_stale)
 
 
+def compares_engine(args: Namespace) -> str:
+    """Return the flag and value by which the loss compares the engine's log-probs with the actor's; "" if none does."""
+    off, level = args.offpolicy, args.algo.advantage.is_correction_level
+    if off.ratio_base in ("rollout", "auto"):
+        return f"--offpolicy.ratio_base {off.ratio_base}"
+    if is_tapered(args):
+        return "--offpolicy.weight tapered"
+    return "" if level == "off" else f"--algo.advantage.is_correction_level {level}"
+
+
 def replay_config_from_args(replay: Namespace) -> ReplayConfig:
     """Return the replay pool's settings from `args.replay`."""
     return ReplayConfig(**{field.name: getattr(replay, field.name) for field in fields(ReplayConfig)})

@@ -9,6 +9,7 @@ import torch
 
 from openrlhf_bapo.openrlhf.interrupts import end_when_interrupted
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_into_generator, load_pools, remove_pruned, save_pools
+from openrlhf_bapo.openrlhf.run_counts import count_steps, note_groups
 
 
 def use_off_policy_parts(trainer_module: Any) -> None:
@@ -28,20 +29,22 @@ def use_off_policy_parts(trainer_module: Any) -> None:
         sync_trainer.init_checkpoint_states = _restoring_num_prompts(sync_trainer.init_checkpoint_states)
         sync_trainer.train_step = _counting_our_timings_once(sync_trainer.train_step)
         save_when_a_rollout_fails(sync_trainer)
+        _after(sync_trainer, "fit", note_groups)
     else:
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _after(generator, "load_state_dict", load_into_generator)
         generator.fit = _restoring_num_prompts_async(generator.fit)
+        _after(generator, "fit", note_groups)  # before the trainer learns that the rollouts have ended
         save_when_an_async_rollout_fails(trainer_module.TrainingActor.__ray_metadata__.modified_class, generator)
     # Ray copies inherited methods into the class behind the actor, so changing the base class would have no effect.
     trainer = getattr(trainer_module, name).__ray_metadata__.modified_class
-    trainer.ppo_train = _counting_optimizer_steps(trainer.ppo_train)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
     trainer.init_checkpoint_states = _resuming_after_the_data(trainer.init_checkpoint_states)
     _after(trainer, "init_checkpoint_states", _save_pools_first)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     end_when_interrupted(trainer)
+    count_steps(trainer)
     trainer._compute_rollout_stats = _with_our_metrics(trainer._compute_rollout_stats)
 
 
@@ -145,17 +148,6 @@ def _save_pools_first(trainer: Any) -> None:
         return upstream(method_name, *args, **kwargs)
 
     actors.async_run_method = async_run_method
-
-
-def _counting_optimizer_steps(ppo_train: Callable) -> Callable:
-    @functools.wraps(ppo_train)
-    def counting(self: Any, *args: Any, **kwargs: Any) -> dict:
-        status = ppo_train(self, *args, **kwargs)
-        # The metric is missing while --critic.freezing_steps lets only the critic train.
-        self.experience_maker.num_optimizer_steps += status.get("offpolicy/optimizer_steps_taken", 0)
-        return status
-
-    return counting
 
 
 def _with_our_metrics(compute_rollout_stats: Callable) -> Callable:

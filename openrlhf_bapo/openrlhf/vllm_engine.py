@@ -67,11 +67,21 @@ class _CurrentResponse:
     seed_name: str | None = None
     """Determines the sampling seed of each of its `generate` calls, see `_seed_name`. None: the calls have no seed."""
 
+    is_trained_on: bool = False
+    """Whether it is not of an evaluation."""
+
     versions: list[list[int]] = field(default_factory=list)
     """For each of its `generate` calls, the policy version of each token."""
 
 
 _RESPONSE: contextvars.ContextVar[_CurrentResponse] = contextvars.ContextVar("response")
+
+
+_SHAPING = (
+    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids "
+    "bad_words structured_outputs"
+).split()
+"""Fields of vLLM's SamplingParams that change the distribution of the next token, and so the engine's log-probs."""
 
 
 class VersionedEngine:
@@ -81,13 +91,22 @@ class VersionedEngine:
         self._engine = engine
         self.policy_version = 0
         """Number of weight updates loaded so far."""
+        self.compared: tuple[str, Any] | None = None
+        """If the loss compares the engine's log-probs with the actor's: the flag, and the run's sampling parameters."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, prompt: Any, sampling_params: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Generate as vLLM's engine does. Its outputs are cumulative."""
+        """Generate as vLLM's engine does. Its outputs are cumulative.
+
+        Raises:
+            RuntimeError: if an agent samples from another distribution than the run, whose log-probs the loss would
+                compare with the actor's.
+        """
         response = _RESPONSE.get()
+        if self.compared is not None and response.is_trained_on:
+            _refuse_other_distribution(sampling_params, *self.compared)
         versions: list[int] = []
         if response.seed_name is not None:
             # The turns of an agent are calls for one response, and must not use the same random numbers.
@@ -98,6 +117,21 @@ class VersionedEngine:
             num_new = len(output.outputs[0].token_ids) - len(versions)
             versions.extend([self.policy_version] * num_new)
             yield output
+
+
+def _refuse_other_distribution(asked: Any, flag: str, of_run: Any) -> None:
+    wanted, given = _distribution(of_run), _distribution(asked)
+    for name, value in given.items():
+        if value != wanted[name]:
+            raise RuntimeError(
+                f"--train.agent_func_path: the agent samples with {name} {value}, which changes the engine's "
+                f"log-probs, and {flag} compares them with the actor's; allowed: {wanted[name]}"
+            )
+
+
+def _distribution(sampling_params: Any) -> dict[str, Any]:
+    found = {name: getattr(sampling_params, name) for name in _SHAPING}
+    return found | {"top_k": max(found["top_k"], 0)}  # -1 and 0 are both off
 
 
 def use_versioned_engine(vllm_engine: Any) -> None:
@@ -116,7 +150,7 @@ def use_versioned_engine(vllm_engine: Any) -> None:
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
     actor.generate_responses = generate_responses
-    for method in (grow_responses, stop_growing, policy_version, limit_rewards, check_health):
+    for method in (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health):
         setattr(actor, method.__name__, method)
     # Ray listed the methods when the class was defined, so the list is made again.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__
@@ -176,7 +210,8 @@ async def generate_responses(
     place, text = (prompt.place, prompt.text) if isinstance(prompt, PlacedPrompt) else (None, prompt)
 
     async def respond(index: int) -> dict:
-        current = _CurrentResponse(_seed_name(sampling_params, place, index))
+        is_trained_on = place is not None and place >= 0
+        current = _CurrentResponse(_seed_name(sampling_params, place, index), is_trained_on)
         _RESPONSE.set(current)  # for this task alone, because every task has its own context
         response = await self.executor.execute(
             prompt=text,
@@ -316,6 +351,11 @@ def policy_version(self: Any) -> int:
 def limit_rewards(self: Any, patience: float, timeout: float) -> None:
     """Set `--reward_fault.patience` and `--reward_fault.timeout`, in seconds."""
     self.executor.reward_limits = RewardLimits(patience, timeout)
+
+
+def compare_log_probs(self: Any, flag: str, sampling_params: Any) -> None:
+    """Refuse other distributions than that of `sampling_params`, because of a flag: see `VersionedEngine.compared`."""
+    self.llm.compared = flag, sampling_params
 
 
 async def check_health(self: Any) -> None:

@@ -34,9 +34,9 @@ class Run:
 
     def __init__(self, directory: Path, python=WARM, **changes) -> None:
         self.directory, self.terminal = directory, directory / "terminal"
-        changes = dict(data__max_samples=64, train__num_episodes=100, ckpt__path=directory / "ckpt") | changes
+        given = dict(policy_loss="bapo", data__max_samples=64, train__num_episodes=100, ckpt__path=directory / "ckpt")
         train = [*python, "-m", "openrlhf_bapo.cli.main", "train"]
-        train += pipeline.flags(directory, policy_loss="bapo", **changes)
+        train += pipeline.flags(directory, **given | changes)
         script = 'set -euo pipefail; source scripts/follow.sh; follow "$@"'
         self.command = ["bash", "-c", script, "run", str(directory / "train.log"), "1", *train]
 

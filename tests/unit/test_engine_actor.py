@@ -109,3 +109,45 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
         version += num_updates
         expected += [version] * num_new
     assert asyncio.run(generate()) == [expected]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(temperature=0.5),
+        dict(top_p=0.5),
+        dict(top_k=3),
+        dict(min_p=0.1),
+        dict(presence_penalty=0.1),
+        dict(frequency_penalty=0.1),
+        dict(repetition_penalty=1.1),
+        dict(logit_bias={3: 1.0}),
+        dict(allowed_token_ids=[3, 4]),
+        dict(bad_words=["no"]),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_agents_own_distribution_is_refused_in_training_where_the_engines_log_probs_count(change):
+    from vllm import SamplingParams
+
+    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
+
+    class Engine:
+        async def generate(self, prompt, sampling_params, request_id):
+            return
+            yield
+
+    async def sample(engine, is_trained_on: bool, **params) -> None:
+        _RESPONSE.set(_CurrentResponse(is_trained_on=is_trained_on))
+        params = dict(temperature=0.7, top_k=-1, max_tokens=5, stop=["."], min_tokens=1, logprobs=1) | params
+        async for _ in engine.generate([], SamplingParams(**params), request_id=""):
+            pass
+
+    compared, free = VersionedEngine(Engine()), VersionedEngine(Engine())
+    compared.compared = "--offpolicy.ratio_base auto", SamplingParams(temperature=0.7)
+    asyncio.run(sample(compared, True))  # the run's distribution, with another length and stop
+    asyncio.run(sample(compared, False, **change))  # in an evaluation
+    asyncio.run(sample(free, True, **change))
+    (name,) = change
+    with pytest.raises(RuntimeError, match=f"--train.agent_func_path: .* {name} .*--offpolicy.ratio_base auto"):
+        asyncio.run(sample(compared, True, **change))

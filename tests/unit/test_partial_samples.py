@@ -41,12 +41,15 @@ class ScriptedEngine:
             "policy_version",
             "get_num_unfinished_requests",
             "limit_rewards",
+            "compare_log_probs",
         )
         for name in names:
             setattr(self, name, Namespace(remote=getattr(self, f"_{name}")))
 
     def _policy_version(self):
         return Done(self.llm.policy_version)
+
+    def _compare_log_probs(self, flag: str, sampling_params): ...
 
     def _limit_rewards(self, patience: float, timeout: float):
         from openrlhf_bapo.openrlhf.vllm_engine import limit_rewards

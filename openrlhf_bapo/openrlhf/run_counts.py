@@ -1,0 +1,81 @@
+"""Counts the training steps that a run makes, and the prompt groups that it does not train on.
+
+The trainer and the samples generator, which are two processes in async training, put their counts into the job's store.
+The command reads them for its last line.
+"""
+
+import functools
+import json
+import math
+from typing import Any
+
+from openrlhf_bapo.openrlhf import job_store
+
+PLANNED, STEPS, GROUPS = b"planned", b"steps", b"groups"
+"""Keys of the store: planned training steps; counts of steps; groups that were not trained on, by reason."""
+
+
+class NothingTrained(Exception):
+    """The run reached the end of its data without an optimizer step of the actor."""
+
+
+def note(key: bytes, counts: Any) -> None:
+    """Put counts into the job's store, in place of the last ones."""
+    job_store.put(key, json.dumps(counts).encode())
+
+
+def noted(key: bytes) -> Any:
+    """Return the counts that a process of this job noted last; None if no process did."""
+    value = job_store.get(key)
+    return None if value is None else json.loads(value)
+
+
+def planned_steps(args: Any, num_prompts: int) -> int:
+    """Return the training steps of a run that trains on every prompt. Each episode's last step may have fewer prompts.
+
+    Args:
+        args: as OpenRLHF nests them.
+        num_prompts: prompts of one episode.
+    """
+    per_step = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size or math.inf)
+    return args.train.num_episodes * math.ceil(num_prompts / per_step)
+
+
+def note_groups(actor: Any) -> None:
+    """Note the planned steps, and how many prompt groups an actor's samples generator has left out, by reason."""
+    note(PLANNED, planned_steps(actor.args, len(actor.prompts_dataloader.dataset)))
+    note(GROUPS, actor.samples_generator.untrained)
+
+
+def count_steps(trainer: type[Any]) -> None:
+    """Make OpenRLHF's trainer count its steps, and end with NothingTrained if it has trained nothing."""
+    start, train, fit = trainer.init_checkpoint_states, trainer.ppo_train, trainer.fit
+
+    @functools.wraps(start)
+    def init_checkpoint_states(self: Any) -> dict:
+        states = start(self)
+        self.counted = {"before": states["global_step"], "made": 0, "updates": 0, "updates_skipped": 0}
+        note(STEPS, self.counted)
+        return states
+
+    @functools.wraps(train)
+    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> dict:
+        status = train(self, *args, **kwargs)
+        # They are missing while --critic.freezing_steps lets only the critic train.
+        updates = status.pop("optimizer_steps_taken", 0)
+        self.experience_maker.num_optimizer_steps += updates
+        self.counted["made"] += 1
+        self.counted["updates"] += updates
+        self.counted["updates_skipped"] += int(status.get("offpolicy/updates_skipped", 0))
+        note(STEPS, self.counted)
+        return status
+
+    @functools.wraps(fit)
+    def fit_and_look(self: Any, *args: Any, **kwargs: Any) -> None:
+        fit(self, *args, **kwargs)
+        counted = self.counted
+        trains = counted["made"] == 0 or counted["updates_skipped"] > 0  # not only the critic
+        if counted["before"] == 0 and counted["updates"] == 0 and trains:
+            raise NothingTrained
+
+    trainer.init_checkpoint_states, trainer.ppo_train, trainer.fit = init_checkpoint_states, ppo_train, fit_and_look

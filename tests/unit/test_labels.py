@@ -1,0 +1,88 @@
+"""Labels that the loader would change, and labels that a grader cannot read."""
+
+import json
+
+import pytest
+
+from openrlhf_bapo.command.labels import check_labels
+from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.math_tasks.reward import reward_func
+
+KEPT = {
+    "texts": ["3", "1/2", "x = 2024"],
+    "numbers": [3, -4, 0],
+    "floats": [0.5, 3.25],
+    "small integers among floats": [3, 0.5],
+    "texts, some of them like dates": ["2024-01-05", "3"],
+    "large integers alone": [2**53 + 1, 2**62],
+    "large numbers as texts": [str(2**70), "5"],
+    "yes and no": [True, False],
+    "months": ["2024-01", "1999-12"],
+}
+CHANGED = {
+    "above 64 bits": [2**63 + 11, 3],
+    "above 53 bits beside a float": [0.5, 2**53 + 1],
+    "dates": ["2024-01-05", "2023-12-31"],
+    "texts and numbers": ["3", 4],
+}
+
+
+def write(folder, labels, name="rows.jsonl"):
+    file = folder / name
+    file.write_text("".join(json.dumps({"input": "q", "label": label}) + "\n" for label in labels))
+    return file
+
+
+def loaded(file):
+    from datasets import load_dataset
+
+    return load_dataset("json", data_files=str(file), split="train")["label"]
+
+
+@pytest.mark.parametrize("labels", KEPT.values(), ids=KEPT)
+def test_labels_that_the_loader_keeps_pass(labels, tmp_path, capsys):
+    file = write(tmp_path, labels)
+    check_labels(file, "--data.prompt_dataset rows.jsonl", "label")
+    assert capsys.readouterr().err == ""
+    assert list(loaded(file)) == labels
+
+
+@pytest.mark.parametrize("labels", CHANGED.values(), ids=CHANGED)
+def test_labels_that_the_loader_changes_are_refused_with_their_row(labels, tmp_path):
+    file = write(tmp_path, labels)
+    with pytest.raises(FlagError, match=r"--data.prompt_dataset rows.jsonl: (line \d has the label|cannot be loaded)"):
+        check_labels(file, "--data.prompt_dataset rows.jsonl", "label")
+    try:
+        assert list(loaded(file)) != labels
+    except AssertionError:
+        raise
+    except Exception as error:
+        assert "DatasetGenerationError" in type(error).__name__
+
+
+@pytest.mark.parametrize(
+    ("label", "changes"), [("3", False), ("007", False), ("1/2", False), ("NA", True), ("TRUE", True), ("1e400", True)]
+)
+def test_a_csv_label_passes_if_its_text_or_its_number_stays(label, changes, tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(f"input,label\nq,{label}\n")
+    if changes:
+        with pytest.raises(FlagError, match=f"row 1 has the label '{label}', which is loaded as"):
+            check_labels(file, "--eval.dataset rows.csv", "label")
+    else:
+        check_labels(file, "--eval.dataset rows.csv", "label")
+
+
+@pytest.mark.parametrize("label", [None, ["3"], {"answer": "3"}])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_label_that_is_not_text_and_not_a_number_is_warned_of_and_not_graded(label, kind, tmp_path, capsys):
+    import pandas
+
+    file = write(tmp_path, [label, label], f"rows.{kind}")
+    if kind == "parquet":
+        pandas.DataFrame({"input": ["q", "q"], "label": [label, label]}).to_parquet(file)
+    check_labels(file, "--data.prompt_dataset rows", "label")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--data.prompt_dataset rows: 2 of 2 labels are not text and not a number" in line
+    with pytest.raises(TypeError, match="the label is"):
+        reward_func(["q \\boxed{None}"], ["q"], [label])
