@@ -1,7 +1,10 @@
-"""Settings and fixtures of all tests. The time limits are generous, because the machine may be busy."""
+"""Settings and fixtures of all tests."""
+
+import subprocess
 
 import pytest
 from hypothesis import Phase, settings
+from patience import PATIENCE
 from xdist.scheduler import LoadFileScheduling
 
 from openrlhf_bapo import register
@@ -34,8 +37,17 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LARGE))
     for item in items:
-        if item.path.parent.name in ("integration", "full") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(3000))
+        item.add_marker(pytest.mark.timeout(PATIENCE))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call):
+    """Show what a process that failed has written: its error says only the command and the exit code."""
+    report = yield
+    if call.excinfo and isinstance(error := call.excinfo.value, subprocess.CalledProcessError):
+        for name in ("stdout", "stderr"):
+            report.sections.append((f"{name} of {error.cmd}"[:200], str(getattr(error, name))[-5000:]))
+    return report
 
 
 @pytest.fixture

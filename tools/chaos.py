@@ -45,7 +45,7 @@ BATCH, SAMPLES, NUM_PROMPTS = 8, 4, 24_000
 DISK = 512 << 20  # bytes; below 64 MiB of free space a disk counts as full
 PATIENCE = 600  # seconds until a run that neither steps nor ends is stuck
 AWAY = 20  # seconds: reward server, network, shared folder
-LAST_PROCESS = 90  # seconds until a process of a run that has ended is left
+LAST_PROCESS = 600  # seconds until a process of a run that has ended is left; Ray's own take a minute or two
 
 ENDED = "openrlhf-bapo: the run has ended: "
 SLOW = "Ray did not start within its 30 s, on a busy machine"  # a cause that is none of ours: the fault comes again

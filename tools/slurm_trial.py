@@ -26,8 +26,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 import nodes
 import pipeline
+from patience import PATIENCE
 
-PATIENCE = 900  # seconds for a job to reach a state
 NAMES = ("node1", "node2")
 CONFIGURATION = """
 ClusterName=trial
@@ -155,7 +155,9 @@ class Job:
                 return code
             is_over = state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
             if is_over or time.monotonic() > end:
-                raise AssertionError(f"{self.name} is {state} ({code}):\n{self.log.read_text()[-3000:]}")
+                raise AssertionError(
+                    f"{self.name}: {state} ({code}), not {states} after {steps} steps:\n{self.log.read_text()[-3000:]}"
+                )
             time.sleep(1)
 
     def report(self, code: str) -> str:

@@ -62,10 +62,10 @@ def test_imports_go_from_cli_to_command_to_seams_to_core(file):
 
 def test_importing_the_package_loads_no_framework():
     code = f"import sys, openrlhf_bapo; print(*({FRAMEWORKS!r} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
 
 
 def test_the_loss_can_be_imported_without_registering_first():
     code = "from openrlhf_bapo import BapoPolicyLoss, ClipConfig; BapoPolicyLoss(clip_config=ClipConfig())"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
+    subprocess.run([sys.executable, "-c", code], check=True)

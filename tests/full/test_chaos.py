@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import chaos
 import psutil
 import pytest
+from patience import PATIENCE
 
 
 def make_records(num_steps: int) -> list[dict]:
@@ -77,7 +78,7 @@ def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_pa
     monkeypatch.setattr(chaos, "LAST_PROCESS", 0)
     terminal, attempt = tmp_path / "terminal", chaos.Attempt("SIGTERM")
     terminal.write_text("step 1\nbye\n")
-    run, left = subprocess.Popen(["true"]), psutil.Popen(["sleep", "600"])
+    run, left = subprocess.Popen(["true"]), psutil.Popen(["sleep", str(PATIENCE)])
     run.wait()
     while not left.cmdline():  # for a moment after its start a process has none
         time.sleep(0.01)
@@ -85,8 +86,8 @@ def test_an_end_that_nobody_explains_and_a_process_that_is_left_are_named(tmp_pa
         SimpleNamespace(place=chaos.Machine()), attempt, chaos.SIGTERM, run, terminal, {psutil.Process(left.pid)}
     )
     code, said, *_, process = attempt.problems
-    assert (code, process) == ("exit code 0", f"left: {left.pid} sleep 600")
-    assert said.startswith("the last lines do not say") and left.wait(900) == -signal.SIGKILL
+    assert (code, process) == ("exit code 0", f"left: {left.pid} sleep {PATIENCE}")
+    assert said.startswith("the last lines do not say") and left.wait() == -signal.SIGKILL
 
 
 def test_every_kind_of_fault_is_one_line_of_the_table():

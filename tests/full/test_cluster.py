@@ -10,7 +10,7 @@ from pathlib import Path
 import pipeline
 import pytest
 
-HOLD = """
+HOLD = f"""
 import sys
 import time
 
@@ -18,9 +18,9 @@ import ray
 from ray.util.placement_group import placement_group
 
 ray.init(log_to_driver=False)
-ray.get(placement_group([{"GPU": 1, "CPU": 1}]).ready())
+ray.get(placement_group([{{"GPU": 1, "CPU": 1}}]).ready())
 print("held", flush=True)
-time.sleep(3600)
+time.sleep({pipeline.PATIENCE})
 """
 
 
@@ -55,7 +55,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_wanted_and_what_the
     with pipeline.running(
         command(directory, actor__num_gpus_per_node=4), tmp_path / "log", RAY_ADDRESS=address
     ) as process:
-        assert process.wait(900) == 2
+        assert process.wait() == 2
     said = (
         r"openrlhf-bapo: --actor.num_gpus_per_node: the run asks for 5 GPUs \(4 actor, 1 engines\); allowed: up to the "
         r"2 of the cluster \(\S+ has 2\), or a cluster with more nodes"
@@ -72,7 +72,7 @@ def test_a_busy_cluster_is_waited_for_with_a_line_and_a_signal_ends_the_wait(add
         with pipeline.running(often, log, RAY_ADDRESS=address) as process:
             pipeline.wait_until(lambda: "waits until" in log.read_text(), process, log)
             os.kill(process.pid, signal.SIGTERM)
-            assert process.wait(900) == 143
+            assert process.wait() == 143
     text = log.read_text()
     said = (
         r"waits until the cluster has room for PolicyModelActor; the run asks for 2 GPUs \(1 actor, 1 engines\); "

@@ -8,13 +8,13 @@ import sys
 import endings
 import pipeline
 
-SLOW_REWARD = """
+SLOW_REWARD = f"""
 import pathlib, time
 
 
 def reward_func(queries, prompts, labels, **kwargs):
     pathlib.Path(__file__).with_name("asked").touch()
-    time.sleep(3600)
+    time.sleep({pipeline.PATIENCE})
 """
 
 ENDS_ITS_ENGINE = """
@@ -61,7 +61,7 @@ if len(sys.argv) == 1:
 def test_a_signal_to_one_run_of_a_cluster_does_not_end_another(tmp_path):
     (tmp_path / "runs.py").write_text(TWO_RUNS)
     with pipeline.running([sys.executable, str(tmp_path / "runs.py")], tmp_path / "log") as process:
-        assert process.wait(900) == 0, (tmp_path / "log").read_text()[-2000:]
+        assert process.wait() == 0, (tmp_path / "log").read_text()[-2000:]
     said = [line for line in (tmp_path / "log").read_text().splitlines() if line in ("True", "False")]
     assert said == ["True", "False"]
 
@@ -115,7 +115,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
         os.kill(run.process.pid, signal.SIGTERM)
         run.wait_for("SIGTERM: ends after this training step")
         os.kill(run.process.pid, signal.SIGTERM)
-        code, lines = run.end(120)  # a reward takes an hour
+        code, lines = run.end()  # a reward takes longer than the test may
     assert code == 143
     assert re.search("the run has ended: SIGTERM, SIGTERM, at once", lines[-3])
     assert "nothing is saved" in lines[-2]

@@ -5,7 +5,6 @@ import functools
 import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing import start_processes
 
 from openrlhf_bapo.command.plan import Machine, make_plan, num_ratio_forwards
 from openrlhf_bapo.planning import time
@@ -546,7 +546,7 @@ def measured(tmp_path_factory):
     model_of(SHARDED).save_pretrained(directory / "model")
     command = [pipeline.warm_python(), __file__, str(directory)]
     environment = os.environ | {"PYTHONPATH": pipeline.python_path(pipeline.SUPPORT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
     return {size: json.loads((directory / f"bytes-{size}.json").read_text()) for size in (1, 2)}
 
@@ -687,7 +687,7 @@ def _count_ratio_samples(directory: Path, rank: int, world_size: int, port: int,
     return sum(counted)
 
 
-def _measure(directory: Path, rank: int, world_size: int, port: int) -> None:
+def _measure(rank: int, directory: Path, world_size: int, port: int) -> None:
     """Train OpenRLHF's PolicyModelActor, and write the results of rank 0 to bytes-WORLD_SIZE.json.
 
     The results are the bytes of DeepSpeed's tensors for each stage, and the samples of each case of the ratio forward.
@@ -761,18 +761,13 @@ def _measure_all(directory: Path) -> None:
     """Fork every rank of a world of one and of two after the imports, which take longest."""
     importlib.import_module("openrlhf_bapo.openrlhf")  # OpenRLHF on CPU
     importlib.import_module("openrlhf.trainer.ray.ppo_actor")
-    fork = multiprocessing.get_context("fork")
-    ports = {1: pipeline.free_port(), 2: pipeline.free_port()}
-    ranks = [
-        fork.Process(target=_measure, args=(directory, rank, size, ports[size]))
-        for size in ports
-        for rank in range(size)
+    worlds = [
+        start_processes(_measure, (directory, size, pipeline.free_port()), size, join=False, start_method="fork")
+        for size in (1, 2)
     ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(240)
-    sys.exit(max(abs(process.exitcode) for process in ranks))
+    for ranks in worlds:
+        while not ranks.join():  # raises a rank's error, after it has ended the others
+            pass
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ def test_openrlhfs_own_suite_passes_with_the_plugin_registered(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=900,
     )
     assert run.returncode == 0, run.stdout[-5000:]
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) == NUM_TESTS

@@ -59,7 +59,7 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
     evaluate += ["--out", runs / "evaluation", "--data", runs / "start/heldout.jsonl"]
     evaluate += ["--reward", "examples/quickstart/reward.py", "--temperature", "1"]
     evaluate += ["--max_new_tokens", "40", "--n", "16"]
-    process = subprocess.run(evaluate, cwd=pipeline.REPOSITORY, capture_output=True, text=True, timeout=900)
+    process = subprocess.run(evaluate, cwd=pipeline.REPOSITORY, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     problems = json.loads((runs / "evaluation/results.json").read_text())["problems"]
     ours = [sum(response["reward"] for response in problem["responses"]) / 16 for problem in problems]

@@ -285,7 +285,7 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
     # The whole head ends when its client server does not get its port, 10001 unless told.
     head += [f"--ray-client-server-port={client}", f"--temp-dir={temporary}"]
     # It also ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
-    patience = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300"}
+    patience = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(pipeline.PATIENCE)}
     server = [programs / "openrlhf-bapo", "serve-rm", "--reward.model_name_or_path", tiny / "reward_model"]
     server += ["--host", "127.0.0.1", "--port", str(port)]
     # Settings of this test alone: a longer run with replay, and the settings of a run on the CPU that joins a cluster.
@@ -334,5 +334,5 @@ def test_async_partial_trains_on_stale_tokens_as_a_submitted_job_with_openrlhfs_
 def all_answer(*urls: str) -> bool:
     """Whether these servers do, for `pipeline.wait_until`."""
     with contextlib.suppress(OSError):
-        return all(urllib.request.urlopen(url, timeout=5) for url in urls)
+        return all(urllib.request.urlopen(url) for url in urls)
     return False

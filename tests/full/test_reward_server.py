@@ -18,7 +18,7 @@ def test_async_training_outlasts_a_restart_of_the_server_and_drops_a_group_that_
         server.stop()
         pipeline.wait_until(lambda: "reward server away" in log.read_text(), process, log)
         server.start()
-        assert process.wait(400) == 0, log.read_text()[-3000:]
+        assert process.wait() == 0, log.read_text()[-3000:]
     steps = pipeline.steps(log.read_text())
     # 64 prompts make four batches of 16; one group is lost, and seven more make no whole optimizer step without it.
     assert [step["rollout/num_samples"] for step in steps] == [64, 64, 64, 32]

@@ -40,7 +40,7 @@ def small_study(monkeypatch, tmp_path):
 def run_study(*words: str):
     # In a new session, because `run` is nice: it would starve beside busy processes of this one.
     command = [sys.executable, str(FOLDER / "study.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, start_new_session=True)
+    return subprocess.run(command, capture_output=True, text=True, start_new_session=True)
 
 
 def test_a_study_runs_each_cell_once_and_an_interrupted_one_continues(small_study):
@@ -101,10 +101,8 @@ def test_a_study_that_is_terminated_leaves_no_process_and_no_result(small_study)
         while not processes_with(f"--out {runs}"):
             time.sleep(0.05)
         run.terminate()
-        assert run.wait(900) == 1
-    end = time.monotonic() + 60
-    while left := processes_with(f"--out {runs}"):  # a process is listed for a moment after its end
-        assert time.monotonic() < end, left
+        assert run.wait() == 1
+    while processes_with(f"--out {runs}"):  # a process is listed for a moment after its end
         time.sleep(0.05)
     assert not list(runs.glob("*.csv"))
 

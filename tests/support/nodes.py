@@ -18,6 +18,7 @@ from typing import Any
 
 import pipeline
 import pytest
+from patience import PATIENCE
 
 PORT = 6379
 
@@ -116,7 +117,7 @@ class Cluster:
             "RAY_ADDRESS": f"{self.head_address}:{PORT}",
             "GLOO_SOCKET_IFNAME": "eth0",
             # The head ends when one of the dashboard's parts has not started in 30 s, which a loaded machine may take.
-            "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
+            "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(PATIENCE),
         } | variables
 
     @contextmanager
@@ -154,7 +155,7 @@ class Cluster:
         log = directory / f"{name}.log"
         command = [sys.executable, *pipeline.TRAIN, *argv, "--ds.param_dtype", "fp32"]
         with self.running(node, command, log) as process:
-            code = process.wait(1800)
+            code = process.wait()
         return code, log.read_text()
 
     def train(self, node: Node, directory: Path, argv: list[str], name: str) -> str:

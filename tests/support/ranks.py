@@ -5,6 +5,7 @@ import os
 import pipeline
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 
 def _rank(rank, world_size, port, results, function, args, kwargs):
@@ -20,10 +21,6 @@ def on_ranks(world_size: int, function, *args, **kwargs) -> list:
     with context.Manager() as manager:
         results, port = manager.dict(), pipeline.free_port()
         common = world_size, port, results, function, args, kwargs
-        processes = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world_size)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        assert [process.exitcode for process in processes] == [0] * world_size
+        # When a rank fails, this ends the others, and raises the error of the first.
+        start_processes(_rank, common, world_size, start_method="fork")
         return [results[rank] for rank in range(world_size)]

@@ -27,7 +27,7 @@ class Server:
                 owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
                 if answer is None:
-                    over.wait(60)
+                    over.wait()
                     return
                 status, body = answer
                 self.send_response(status)

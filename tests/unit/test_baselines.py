@@ -24,7 +24,6 @@ def script(name: str, **environment) -> subprocess.CompletedProcess:
         cwd=pipeline.REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=900,
     )
 
 

@@ -81,7 +81,6 @@ def test_variables_that_the_user_has_set_keep_their_values():
         capture_output=True,
         text=True,
         check=True,
-        timeout=900,
         env={"VLLM_CPU_KVCACHE_SPACE": "3", "PATH": ""},
     )
     assert run.stdout.split() == ["3", "cpu"]
@@ -98,4 +97,4 @@ assert "DS_ACCELERATOR" not in os.environ
 import importlib.util
 assert ("flash_attn.bert_padding" in sys.modules) == (importlib.util.find_spec("flash_attn") is None)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""}, timeout=900)
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""})

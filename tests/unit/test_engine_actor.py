@@ -58,7 +58,7 @@ def test_stop_growing_ends_every_request_with_the_tokens_that_it_has():
             assert not (await outputs.get()).finished
         await actor.stop_growing()
         assert not actor.llm.output_processor.has_unfinished_requests()
-        return [await asyncio.wait_for(outputs.get(), 30) for outputs in waiting]
+        return [await outputs.get() for outputs in waiting]
 
     for number, output in enumerate(asyncio.run(stopped()), start=1):
         assert output.finished and output.outputs[0].finish_reason == "abort"

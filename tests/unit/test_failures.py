@@ -38,21 +38,21 @@ def test_a_signal_during_the_shutdown_ends_the_process_at_once(tmp_path, number)
     with pipeline.running(command, tmp_path / "log") as process:
         pipeline.wait_until(lambda: "up" in (tmp_path / "log").read_text(), process, tmp_path / "log")
         process.send_signal(number)
-        assert process.wait(900) == -number
+        assert process.wait() == -number
     assert "KeyboardInterrupt" not in (tmp_path / "log").read_text()
 
 
 def test_a_signal_to_the_script_reaches_the_command_and_the_script_keeps_its_exit_code(tmp_path):
     command = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True)"
     script = f'set -euo pipefail; source scripts/follow.sh; follow {tmp_path}/log 1 "$@"; echo never'
-    run = ["bash", "-c", script, "run", ".venv/bin/python", "-c", f"{command}; time.sleep(600)"]
+    run = ["bash", "-c", script, "run", ".venv/bin/python", "-c", f"{command}; time.sleep({pipeline.PATIENCE})"]
     with open(tmp_path / "terminal", "w") as terminal:
         process = subprocess.Popen(run, cwd=pipeline.REPOSITORY, stdout=terminal, stderr=terminal)
     pipeline.wait_until(
         lambda: (tmp_path / "log").exists() and "up" in (tmp_path / "log").read_text(), process, tmp_path
     )
     process.terminate()
-    assert process.wait(900) == 7
+    assert process.wait() == 7
     assert (tmp_path / "terminal").read_text().splitlines()[
         -1
     ] == f"openrlhf-bapo: the whole output is in {tmp_path}/log"

@@ -475,7 +475,7 @@ def test_threads_that_grade_at_the_same_time_get_their_own_results(grader):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join()
     assert results == {i: [(k + i) % 2 == 0 for k in range(2, 8)] for i in range(8)}
 
 
@@ -492,18 +492,14 @@ def group_processes(group: int) -> set[int]:
     return found
 
 
-def wait_until_none_is_left(group: int, seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until_none_is_left(group: int) -> None:
     while group_processes(group):
-        assert time.monotonic() < deadline, f"{group_processes(group)} are left of group {group}"
         time.sleep(0.1)
 
 
 def child_of(pid: int) -> int:
     """Return the process id of a worker's child; wait until there is one."""
-    deadline = time.monotonic() + 600
     while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     return int(children[0])
 
@@ -515,21 +511,20 @@ def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
     child = child_of(worker.pid)
     for victim in (child, worker.pid):
         future = grader.submit(*ENDLESS)
-        clock, deadline = Path(f"/proc/{child_of(worker.pid)}/stat"), time.monotonic() + 60
+        clock = Path(f"/proc/{child_of(worker.pid)}/stat")
         start = int(clock.read_text().split()[13])
         while int(clock.read_text().split()[13]) < start + 20:  # 0.2 s into the power
-            assert time.monotonic() < deadline
             time.sleep(0.05)
         os.kill(victim, signal.SIGKILL)
-        assert future.result(60) == Grade(False, "crash")
-        assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True)
+        assert future.result() == Grade(False, "crash")
+        assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True)
     assert grader.crashes == 2
     # The end of an idle worker costs no answer.
     (worker,) = grader._workers
     for victim in (child_of(worker.pid), worker.pid):
         os.kill(victim, signal.SIGKILL)
         time.sleep(0.5)
-        assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True)
+        assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True)
     assert grader.crashes == 2
     grader.close()
 
@@ -538,31 +533,31 @@ def test_a_worker_cannot_take_more_memory_than_its_limit():
     big = r"\boxed{2^{2^{26}}+1-1}", "2^{2^{26}}"  # 8 MiB
     for megabytes, is_enough in ((1024, True), (1, False)):
         grader = MathGrader(num_workers=1, time_limit=100.0, memory_limit=megabytes << 20)
-        assert grader.submit(*big).result(90).is_correct == is_enough
+        assert grader.submit(*big).result().is_correct == is_enough
         grader.close()
 
 
 def test_an_ordinary_answer_does_not_wait_for_all_hostile_ones_before_it():
     grader = MathGrader(num_workers=1, time_limit=20.0)
     hostile = [grader.submit(*ENDLESS) for _ in range(2)]
-    assert grader.submit(*NEEDS_A_WORKER).result(100) == Grade(True)
+    assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True)
     assert not any(future.done() for future in hostile)
     grader.close()
-    assert [future.result(10) for future in hostile] == [Grade(False, "crash")] * 2
+    assert [future.result() for future in hostile] == [Grade(False, "crash")] * 2
 
 
 def test_closing_ends_the_workers_and_a_later_call_starts_new_ones():
     grader = MathGrader(num_workers=1, time_limit=100.0)
     futures = [grader.submit(*ENDLESS) for _ in range(100)]
     grader.close()
-    assert [future.result(10) for future in futures] == [Grade(False, "crash")] * 100
-    assert grader.submit(*NEEDS_A_WORKER).result(60) == Grade(True) and grader.crashes == 100
+    assert [future.result() for future in futures] == [Grade(False, "crash")] * 100
+    assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True) and grader.crashes == 100
     grader.close()
 
 
 def test_a_grade_cannot_be_canceled(grader):
     future = grader.submit(*NEEDS_A_WORKER)
-    assert not future.cancel() and future.result(60) == Grade(True)
+    assert not future.cancel() and future.result() == Grade(True)
 
 
 UNGUARDED_SCRIPT = r"""
@@ -589,6 +584,6 @@ def test_workers_do_not_run_the_main_script_and_end_with_it(tmp_path, how):
     assert len(group_processes(process.pid)) >= 4  # itself, two workers, and the child that computes
     if how:
         process.send_signal(how)
-    output = "".join(lines) + process.communicate(timeout=900)[0]
+    output = "".join(lines) + process.communicate()[0]
     assert output == "main runs\nready\n"
     wait_until_none_is_left(process.pid)

@@ -28,9 +28,8 @@ HOSTILE = r"\boxed{9^{9^{9^{9}}}+1}"
 
 
 def wait_until_it_listens(process, log) -> None:
-    deadline = time.monotonic() + 100
     while "grading math answers at" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
         time.sleep(0.1)
 
 
@@ -43,7 +42,7 @@ def server(tmp_path_factory):
         wait_until_it_listens(process, log)
         yield f"http://127.0.0.1:{port}"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(900) == 0, log.read_text()
+        assert process.wait() == 0, log.read_text()
         wait_until_none_is_left(process.pid)
         assert len(log.read_text().splitlines()) == 1 + log.read_text().count("exceeded the time limit")
 
@@ -51,7 +50,7 @@ def server(tmp_path_factory):
 def post(server: str, body: bytes) -> tuple[int, dict]:
     """Post a body to the server; return status and JSON of its answer."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{server}/get_reward", body), timeout=900) as response:
+        with urllib.request.urlopen(urllib.request.Request(f"{server}/get_reward", body)) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -83,7 +82,7 @@ def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join()
     return results
 
 
@@ -142,7 +141,7 @@ def test_a_malformed_request_is_told_what_is_wrong_and_the_next_one_is_served(se
 
 def test_health_counts_what_failed(server):
     def timeouts() -> int:
-        with urllib.request.urlopen(f"{server}/health", timeout=900) as response:
+        with urllib.request.urlopen(f"{server}/health") as response:
             health = json.load(response)
         assert health["status"] == "ok" and health["crashes"] == 0
         return health["timeouts"]
@@ -163,7 +162,7 @@ def test_a_body_above_the_limit_is_refused_in_one_line_and_the_next_one_is_serve
 @pytest.mark.parametrize("path", ["docs", "redoc", "openapi.json"])
 def test_there_are_no_pages_about_the_server(server, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{server}/{path}", timeout=900)
+        urllib.request.urlopen(f"{server}/{path}")
 
 
 def test_the_server_listens_on_loopback_unless_told(server):
@@ -188,9 +187,7 @@ def ask_in_the_background(port: int, answers: list) -> threading.Thread:
 
 
 def wait_until_a_worker_computes(group: int) -> None:
-    deadline = time.monotonic() + 100
     while len(group_processes(group)) < 3:  # the server, a worker, and its child
-        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
@@ -203,8 +200,8 @@ def test_a_server_that_ends_during_work_leaves_no_process(tmp_path, how):
         thread = ask_in_the_background(port, answers)
         wait_until_a_worker_computes(process.pid)
         process.send_signal(how)
-        assert process.wait(900) == (-signal.SIGKILL if how == signal.SIGKILL else 0), log.read_text()
-        thread.join(30)
+        assert process.wait() == (-signal.SIGKILL if how == signal.SIGKILL else 0), log.read_text()
+        thread.join()
         wait_until_none_is_left(process.pid)
     assert how == signal.SIGKILL or answers == [(503, {"error": "the server is shutting down"})]
 

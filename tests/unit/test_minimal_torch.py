@@ -11,7 +11,7 @@ FILE = REPOSITORY / "examples" / "minimal_torch" / "train.py"
 
 
 def test_the_minimal_example_learns_between_bounds_that_move():
-    run = subprocess.run([sys.executable, FILE], capture_output=True, text=True, check=True, timeout=900)
+    run = subprocess.run([sys.executable, FILE], capture_output=True, text=True, check=True)
     rows = [[float(number) for number in re.findall(r"\d+\.\d+|nan", line)] for line in run.stdout.splitlines()]
     rewards, lower, upper, share = zip(*rows, strict=True)
     assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.8

@@ -9,6 +9,7 @@ import time
 import pipeline
 import pytest
 import torch
+from patience import PATIENCE
 
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, KINDS, RewardLimits
 
@@ -118,19 +119,16 @@ def test_a_reward_function_may_answer_with_a_number_a_list_a_tensor_or_an_array(
     assert answer == {"rewards": [2], "scores": [2], "extra_logs": {}} and type(answer["rewards"][0]) is int
 
 
-@pytest.mark.parametrize("hangs", ["time.sleep(60)", "exec('while True: pass')"], ids=["in C", "in Python"])
+@pytest.mark.parametrize("hangs", [f"time.sleep({PATIENCE})", "exec('while True: pass')"], ids=["in C", "in Python"])
 def test_a_reward_function_that_hangs_ends_at_its_limit_and_does_not_delay_other_calls(tmp_path, hangs):
     # More calls than run at once: those that hang must give their places up.
-    began, before = time.monotonic(), threading.active_count()
+    before = threading.active_count()
     body = f"if int(labels[0]) < 40: {hangs}\n    return {{'rewards': 1.0}}"
     answers = ask_function(tmp_path, body, num_calls=45, timeout=0.5)
-    assert time.monotonic() - began < 50
     said = f"timeout: {tmp_path / 'reward.py'}: reward_func has not returned within 0.5 s"
     assert [answer["extra_logs"].get(FAILED_REWARD) for answer in answers] == [said] * 40 + [None] * 5
     if "while" in hangs:
-        pipeline_end = time.monotonic() + 30
         while threading.active_count() > before:  # what is Python is ended
-            assert time.monotonic() < pipeline_end
             time.sleep(0.1)
 
 
@@ -158,7 +156,7 @@ REWARDED = {"rewards": [0.5], "scores": [0.5], "extra_logs": {"seen": [1]}}
 
 def test_a_server_that_goes_away_and_comes_back_answers_every_call(serve):
     server = serve(GOOD)
-    executor = executor_of(server.url, patience=60)
+    executor = executor_of(server.url, patience=PATIENCE)
 
     async def through_a_restart() -> list[dict]:
         first = await ask(executor)
@@ -176,13 +174,13 @@ def test_a_server_that_goes_away_and_comes_back_answers_every_call(serve):
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 408])
 def test_a_server_that_is_busy_or_broken_for_a_while_is_asked_again(serve, status):
     server = serve((status, "not now"), (status, "not now"), GOOD)
-    assert asyncio.run(ask(executor_of(server.url, patience=60))) == REWARDED
+    assert asyncio.run(ask(executor_of(server.url, patience=PATIENCE))) == REWARDED
     assert len(server.requests) == 3
 
 
 def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
     server = serve(None, GOOD)
-    assert asyncio.run(ask(executor_of(server.url, patience=60, timeout=1.0))) == REWARDED
+    assert asyncio.run(ask(executor_of(server.url, patience=PATIENCE, timeout=1.0))) == REWARDED
     assert len(server.requests) == 2
 
 
@@ -207,7 +205,7 @@ def test_patience_counts_from_the_first_failure_however_often_a_server_is_asked_
     with socket.socket() as nobody:  # has the port, and does not listen
         nobody.bind(("127.0.0.1", 0))
         executor = executor_of(f"http://127.0.0.1:{nobody.getsockname()[1]}/get_reward", patience=1.0)
-        cause = asyncio.run(asyncio.wait_for(ask(executor), 60))["extra_logs"][FAILED_REWARD]
+        cause = asyncio.run(ask(executor))["extra_logs"][FAILED_REWARD]
     assert cause.endswith("; tried for 1 s")
 
 
@@ -240,7 +238,7 @@ def test_an_invalid_answer_is_a_fault_with_the_servers_address_and_is_not_asked_
 
 def test_a_dead_server_is_skipped_while_another_answers_and_asked_again_later(serve):
     servers = [serve(GOOD), serve(GOOD)]
-    executor = executor_of(*(server.url for server in servers), patience=60)
+    executor = executor_of(*(server.url for server in servers), patience=PATIENCE)
 
     async def calls(number: int) -> list[dict]:
         return [await ask(executor) for _ in range(number)]
@@ -252,9 +250,8 @@ def test_a_dead_server_is_skipped_while_another_answers_and_asked_again_later(se
     assert asyncio.run(calls(10)) == [REWARDED] * 10
     assert len(servers[0].requests) == 15
     dead.start()
-    end = time.monotonic() + 30
     while len(dead.requests) < 6:
-        assert asyncio.run(ask(executor)) == REWARDED and time.monotonic() < end
+        assert asyncio.run(ask(executor)) == REWARDED
         time.sleep(0.1)
     assert [server.num_failures for server in executor._servers._servers] == [0, 0]  # its next pause is short again
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from patience import PATIENCE
 from test_failures import ARGS
 
 from openrlhf_bapo.cli import train_ppo_ray
@@ -41,7 +42,7 @@ def test_threads_have_ended_when_ray_is_shut_down(end, monkeypatch):
         monkeypatch.setattr(train_ppo_ray, name, lambda *_: None)
     monkeypatch.setattr(train_ppo_ray, "run_upstream", lambda argv, prepare, start: prepare(Namespace(**ARGS)))
     monkeypatch.setattr(ray, "shutdown", lambda: seen.append(ended.is_set()))
-    monkeypatch.setattr(train_ppo_ray, "end_threads", partial(end_threads, 900))
+    monkeypatch.setattr(train_ppo_ray, "end_threads", partial(end_threads, PATIENCE))
     start_thread(ask)
     end()
     assert seen == [True]
@@ -73,8 +74,8 @@ def test_a_thread_that_waits_for_the_cluster_ends_when_asked(wait, monkeypatch):
     monkeypatch.setattr(ray, "get", lambda refs: refs)
     wait(monkeypatch)
     (thread,) = threads._threads
-    assert asked.wait(900)
-    end_threads(900)
+    assert asked.wait()
+    end_threads(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -82,13 +83,13 @@ def test_a_thread_that_does_not_end_in_time_is_still_told_to_end():
     may_go_on, told = threading.Event(), []
 
     def ask() -> None:
-        may_go_on.wait(900)
+        may_go_on.wait()
         told.append(is_ending())
 
     start_thread(ask)
     (thread,) = threads._threads
     end_threads(0.01)
     may_go_on.set()
-    thread.join(900)
+    thread.join()
     end_threads()
     assert told == [True] and not is_ending()

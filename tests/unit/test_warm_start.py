@@ -41,7 +41,7 @@ def test_a_warm_process_has_the_arguments_environment_files_group_and_exit_code_
     assert "a file" in warm.stdout and warm.stderr == cold.stderr and warm.stderr.endswith("the end\n")
 
 
-WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+WAITS = f"import os, time; print(os.getpid(), flush=True); time.sleep({pipeline.PATIENCE})"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -49,8 +49,8 @@ def test_a_warm_process_ends_with_its_client(number):
     with subprocess.Popen([pipeline.warm_python(), "-c", WAITS], stdout=subprocess.PIPE, text=True) as client:
         process = psutil.Process(int(client.stdout.readline()))
         client.send_signal(number)
-        assert client.wait(900) == -number
-        assert process.pid != client.pid and psutil.wait_procs([process], timeout=900)[1] == []
+        assert client.wait() == -number
+        assert process.pid != client.pid and psutil.wait_procs([process])
 
 
 def test_clients_that_are_killed_before_they_have_a_process_do_not_end_the_template():
@@ -58,4 +58,4 @@ def test_clients_that_are_killed_before_they_have_a_process_do_not_end_the_templ
     for _ in range(20):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(Path(python).with_name("socket")))
-    assert subprocess.run([python, "-c", "print(1)"], capture_output=True, timeout=900).stdout == b"1\n"
+    assert subprocess.run([python, "-c", "print(1)"], capture_output=True).stdout == b"1\n"

@@ -874,7 +874,7 @@ def test_an_evaluation_refuses_the_same_models(directory, monkeypatch, capsys, r
 def test_the_command_itself_ends_with_that_line_and_code_2(directory, command, changes, said):
     program = [pipeline.warm_python(), "-m", "openrlhf_bapo.cli.main", command, *argv(directory, changes)]
     environment = os.environ | {"RAY_TMPDIR": str(directory)}
-    run = subprocess.run(program, capture_output=True, text=True, timeout=900, cwd=directory, env=environment)
+    run = subprocess.run(program, capture_output=True, text=True, cwd=directory, env=environment)
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].startswith(f"openrlhf-bapo: {said}")
     assert "Traceback" not in run.stderr and not (directory / "ray").exists()

@@ -17,7 +17,6 @@ import glob
 import itertools
 import os
 import queue
-import time
 
 import wrapt
 
@@ -72,8 +71,15 @@ def _record_actor(ppo_actor) -> None:
 
 def _publish_amid_responses(trainer_async) -> None:
     """Make a rollout begin just before each broadcast, and the broadcast wait for its first requests."""
+    generator = trainer_async.GenerateSamplesActor.__ray_metadata__.modified_class
     trainer = trainer_async.TrainingActor.__ray_metadata__.modified_class
-    upstream_init, upstream = trainer.__init__, trainer.broadcast_to_vllm
+    upstream_fit, upstream_init, upstream = generator.fit, trainer.__init__, trainer.broadcast_to_vllm
+    all_generated = f"{FOLDER}/all-generated"  # no rollout begins after the last prompts
+
+    @functools.wraps(upstream_fit)
+    def fit(self, *args, **kwargs) -> None:
+        upstream_fit(self, *args, **kwargs)
+        open(all_generated, "w").close()
 
     @functools.wraps(upstream_init)
     def init(self, *args, **kwargs) -> None:
@@ -85,13 +91,12 @@ def _publish_amid_responses(trainer_async) -> None:
         import ray
 
         self.free_slots.put(self.rollout_slots.get_nowait(), block=True)
-        end = time.monotonic() + 3  # limited, because no rollout begins after the last prompts
-        while time.monotonic() < end:
+        while not os.path.exists(all_generated):
             if any(ray.get([engine.get_num_unfinished_requests.remote() for engine in self.vllm_engines])):
                 break
         upstream(self)
 
-    trainer.__init__, trainer.broadcast_to_vllm = init, broadcast_to_vllm
+    generator.fit, trainer.__init__, trainer.broadcast_to_vllm = fit, init, broadcast_to_vllm
 
 
 wrapt.register_post_import_hook(_record_actor, "openrlhf.trainer.ray.ppo_actor")
