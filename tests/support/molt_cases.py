@@ -271,6 +271,14 @@ def test_micro_batches_that_make_no_whole_step_are_not_trained_and_not_searched(
     assert status["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-5)
 
 
+def test_too_few_samples_for_an_optimizer_step_are_not_trained_and_their_rollout_has_no_metrics(directory, samples):
+    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH])
+    args.train.batch_size = 2 * NUM_SAMPLES
+    ((steps, statuses, _),) = on_ranks(1, train, args, directory, samples)
+    assert steps == [] and len(statuses) == NUM_ROLLOUTS
+    assert not [name for status in statuses for name in status if name.startswith(("bapo/", "offpolicy/", "entropy/"))]
+
+
 def test_with_one_micro_batch_per_step_no_forward_is_made_for_the_rule(directory, samples):
     args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--train.micro_batch_size", "4"])
     ranks = on_ranks(2, train, args, directory, samples)

@@ -83,6 +83,20 @@ def test_the_policy_version_counts_whole_weight_updates_and_not_parameters(metho
     assert actor.policy_version() == len(num_parameters)
 
 
+def test_tokens_that_an_agent_got_elsewhere_have_the_engines_present_version():
+    class Executor:
+        """Stands for an agent that asks another server for two actions, while a weight update is loaded."""
+
+        async def execute(self, **_) -> dict:
+            actor.llm.policy_version += 1
+            return {"observation_tokens": [5] * 9, "action_ranges": [(2, 5), (7, 9)]}
+
+    actor, params = make_actor(), Namespace(seed=None)
+    actor.executor, actor.llm.policy_version = Executor(), 3
+    (response,) = asyncio.run(actor.generate_responses("1+2=", "3", params, 9, None))
+    assert response["versions"] == [[4] * 3, [4] * 2]
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
 def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
     from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse

@@ -570,6 +570,10 @@ def test_samples_of_a_short_rollout_that_fill_no_step_are_counted_as_dropped(
     batches = maker.make_experience_batch(samples)
     assert [len(batch.sequences) for batch in batches] == num_samples
     assert maker.metrics()["replay/samples_dropped"] == num_dropped
+    # Each rank has every other sample: the last ones are dropped.
+    kept, num_parts = samples[: len(samples) - num_dropped], maker.args.actor.num_gpus_per_node
+    expected = [sample.sequences.numel() for rank in range(num_parts) for sample in kept[rank::num_parts]]
+    assert [sample.sequences.numel() for sample in joined(batches)] == expected
 
 
 def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):

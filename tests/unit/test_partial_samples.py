@@ -419,6 +419,12 @@ def test_groups_at_the_end_of_the_data_that_fill_no_optimizer_step_are_counted_a
     assert last.metrics["partial/dropped_left_over"] == 1
 
 
+def test_the_groups_that_fill_no_optimizer_step_are_those_that_were_started_last(directory):
+    generator = make_generator(directory, num_prompts=7, lengths=[2] * 7, train__batch_size=2 * NUM_SAMPLES)
+    generator.prompts_dataloader = [([""], [f"{n:03}="], [str(n)], [None]) for n in range(7)]
+    assert sorted(label for batch in rollouts(generator) for label in labels(batch)) == [*range(6)]
+
+
 @settings(max_examples=12)
 @given(
     lengths=st.lists(st.integers(1, 16), min_size=9, max_size=9),

@@ -67,6 +67,7 @@ def requests(generator) -> list[str | None]:
 
 
 DETERMINISTIC = dict(partial__token_budget=0, train__full_determinism_enable=True, train__seed=7)
+BUDGET = dict(partial__token_budget=3)
 
 
 def test_samples_are_in_the_order_of_their_prompts_and_their_seeds_follow_from_the_prompts_places(tmp_path):
@@ -99,13 +100,22 @@ def test_without_full_determinism_the_engines_own_random_numbers_are_used(tmp_pa
 
 
 def test_every_segment_of_every_response_has_its_own_seed(tmp_path):
-    flags = DETERMINISTIC | dict(partial__token_budget=3)
-    generator = make_generator(pipeline.make_model(tmp_path), lengths=[14] * 20, **flags)
+    generator = make_generator(pipeline.make_model(tmp_path), lengths=[14] * 20, **DETERMINISTIC | BUDGET)
     generator.generate_samples(**GENERATE)
     names = requests(generator)
     assert len(names) == len(set(names)) and {f"7 0 {i} {kept}" for i in range(3) for kept in range(0, 14, 3)} < {
         *names
     }
+
+
+def test_a_response_keeps_its_number_and_so_its_seeds_when_others_of_its_group_are_complete(tmp_path):
+    generator = make_generator(pipeline.make_model(tmp_path), lengths=[14], num_prompts=1, **DETERMINISTIC | BUDGET)
+    group = generator.pool.start("000=", "0", NUM_SAMPLES)
+    outcome = {"reward": 1.0, "scores": 1.0, "truncated": False, "extra_logs": {}}
+    generator.pool.grow(group.responses[0], [pipeline.EOS], [-0.1], [0], outcome)
+    for kept in (0, 3):
+        generator._grow([group], 1, GENERATE)
+        assert sorted(requests(generator)) == [f"7 0 {i} {kept}" for i in range(1, NUM_SAMPLES)]
 
 
 def test_every_call_of_every_response_has_its_own_seed_which_is_always_the_same():

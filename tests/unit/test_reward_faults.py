@@ -138,6 +138,8 @@ def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generato
     batches = [*rollouts(generator_for(bad, **flags))]
     is_cut = bool(bad) or policy_loss == "bapo"
     assert [len(batch) for batch in batches] == [12, 6 if is_cut else 9]
+    if not bad:  # the last prompts are left over
+        assert [sample.place for batch in batches for sample in batch[::NUM_SAMPLES]] == [*range(6 if is_cut else 7)]
     assert batches[1].metrics.get("rollout/groups_left_over") == (1.0 if is_cut else None)
     counts = Counter(faults(batches[0].metrics)) + Counter(faults(batches[1].metrics))
     assert counts == ({"reward_fault/dropped": 1.0, "reward_fault/not_finite": 1.0} if bad else {})

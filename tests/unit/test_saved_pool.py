@@ -192,6 +192,35 @@ def test_a_save_interrupted_anywhere_leaves_the_old_state_or_the_new_one_and_the
     assert finished and loaded == sorted(loaded) and {4, 6} == set(loaded) and len(loaded) > 8
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["the first save", "a later save"])
+def test_a_power_failure_loses_no_state_because_a_save_syncs_before_and_after_its_renames(
+    tmp_path, monkeypatch, is_first
+):
+    """What is synced before the rename is whole; the rename itself is lost until its folder is synced."""
+    calls = []
+
+    def noted(function, describe):
+        def wrapper(*args, **kwargs):
+            calls.append((function.__name__, *describe(*args)))
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    path = tmp_path / "pool"
+    if not is_first:
+        save(path, 4)
+    monkeypatch.setattr(os, "fsync", noted(os.fsync, lambda file: [Path(os.readlink(f"/proc/self/fd/{file}"))]))
+    monkeypatch.setattr(os, "rename", noted(os.rename, lambda source, target: [Path(source), Path(target)]))
+    monkeypatch.setattr(shutil, "rmtree", noted(shutil.rmtree, lambda folder: [Path(folder)]))
+    save(path, 6)
+    part, old = tmp_path / "pool.part", tmp_path / "pool.old"
+    *written, folder = [("fsync", part / "groups.safetensors"), ("fsync", part / "pool.json"), ("fsync", part)]
+    synced = calls.index(folder)
+    assert set(calls[:synced]) == set(written)
+    renamed, removed = ([], []) if is_first else ([("rename", path, old)], [("rmtree", old)])
+    assert calls[synced + 1 :] == [*renamed, ("rename", part, path), ("fsync", tmp_path), *removed]
+
+
 def test_a_save_that_fails_in_the_middle_of_a_file_keeps_the_old_state(tmp_path, monkeypatch):
     def half_a_file(tensors, file):
         save_file(tensors, file)
