@@ -350,6 +350,10 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         utils.convert_to_torch_dtype = lambda _: torch.float32
     if our_loss := sys.modules.get("openrlhf_bapo.core.rule_loss"):
         our_loss.time = Namespace(perf_counter=itertools.count(0.0).__next__)
+    if precision == "fp16":  # DeepSpeed refuses it on CPUs on which it is slow
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True
     args.ds.param_dtype = precision
     actor = PolicyModelActor.__ray_metadata__.modified_class(num_ranks, rank, "127.0.0.1", port)
     actor.init_model_from_pretrained(get_strategy(args), str(args.actor.model_name_or_path), max_steps=1000)

@@ -164,6 +164,15 @@ def test_skipped_updates_with_others_in_between_do_not_end_the_run(directory, na
     assert [faults(status) for status in result["statuses"]] == [(0, 1)] * 3
 
 
+def test_in_fp16_the_updates_skipped_in_the_search_for_the_loss_scale_do_not_end_the_run(directory):
+    some = samples()
+    for sample in some:
+        sample.advantages *= 30  # gradients that overflow at the scales that DeepSpeed tries first
+    (result,) = train(directory, some, num_steps=8, precision="fp16", bapo__max_skipped_updates=2)
+    skipped = [status["offpolicy/updates_skipped"] for status in result["statuses"]]
+    assert skipped == sorted(skipped, reverse=True) and sum(skipped) > 2 and skipped[-1] == 0
+
+
 def test_a_training_step_without_any_finite_token_ends_the_run(directory):
     some = samples()
     for sample in some:
