@@ -146,8 +146,32 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         sizes = [len(experience.rewards) for experience in experiences]
         return list(is_equal.repeat_interleave(size)[order].split(sizes))
 
+    def get_advantages_and_returns(
+        self, values: torch.Tensor, rewards: torch.Tensor, action_mask: torch.Tensor, gamma: float, lambd: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return upstream's advantages and returns (GAE), whose steps are the generated tokens alone.
+
+        Upstream takes the tokens between an agent's actions for steps too, with values of 0. With `lambd` below 1 they
+        then separate an action from the rewards and the values after it.
+
+        Args:
+            values: [batch, actions].
+            rewards: [batch, actions].
+            action_mask: [batch, actions], 1 for generated tokens.
+            gamma: discount factor.
+            lambd: GAE's lambda.
+
+        Returns:
+            Two tensors [batch, actions], equal to upstream's bit for bit at each token of a response without gaps.
+        """
+        order, packed = _generated_first(action_mask, values, rewards, action_mask)
+        advantages, returns = super().get_advantages_and_returns(*packed, gamma, lambd)
+        return advantages.scatter(-1, order, advantages), returns.scatter(-1, order, returns)
+
     def get_cumulative_returns(self, rewards: torch.Tensor, action_mask: torch.Tensor, gamma: float) -> torch.Tensor:
         """Return upstream's returns, bit for bit. Without a discount, this needs no Python loop over the tokens.
+
+        With one, the generated tokens alone are steps, as in `get_advantages_and_returns`.
 
         Args:
             rewards: [batch, actions], on the CPU.
@@ -158,7 +182,9 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
             [batch, actions].
         """
         if gamma != 1:
-            return super().get_cumulative_returns(rewards, action_mask, gamma)
+            order, packed = _generated_first(action_mask, rewards, action_mask)
+            returns = super().get_cumulative_returns(*packed, gamma)
+            return returns.scatter(-1, order, returns)
         # Upstream adds to 0.0, which turns -0.0 into 0.0, in at least float32. torch.cumsum would add in float64.
         dtype = torch.promote_types(rewards.dtype, torch.float32)
         backwards = (0.0 + action_mask * rewards).to(dtype).flip(-1).numpy()
@@ -295,6 +321,12 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         experience = Experience(**values)
         self._note_age(experience)
         return experience
+
+
+def _generated_first(action_mask: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return an order of the tokens in which generated ones come first, [batch, actions], and tensors in that order."""
+    order = (action_mask == 0).sort(dim=-1, stable=True).indices
+    return order, [tensor.gather(-1, order) for tensor in tensors]
 
 
 def _interleaved(fresh: list[Experience], replayed: list[Experience]) -> list[Experience]:

@@ -226,6 +226,8 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         except RewardFault as error:
             response, fault = response | {"extra_logs": {}, "reward": None, "scores": None}, error
         experience = super()._process_response_into_experience(response, **generate_kwargs)
+        # Upstream counts the tokens between an agent's actions too, and so do its length penalties.
+        experience.response_length = experience.action_mask.sum(-1)
         experience.place = response.get("place")
         experience.reward_fault = fault
         if is_off_policy(self.args):

@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -196,8 +197,9 @@ async def generate_responses(
     Args:
         prompt: a `PlacedPrompt`, or the text alone for a prompt that has no place.
         label: as in upstream's method.
-        sampling_params: as in upstream's method. If its `seed` is set, every response gets its own seed, which follows
-            from this one, the prompt's place and the number of the response.
+        sampling_params: as in upstream's method, but each response has its own copy, which an agent may change. If
+            its `seed` is set, every response gets its own seed, which follows from this one, the prompt's place and the
+            number of the response.
         max_length: maximum length of prompt and response together, in tokens.
         hf_tokenizer: the model's tokenizer.
         num_samples: number of responses to generate.
@@ -205,7 +207,8 @@ async def generate_responses(
 
     Returns:
         Upstream's dict per response, with two keys more: "versions", a list per action range with the version of each
-        token, and "place", the prompt's place or None.
+        token, and "place", the prompt's place or None. "truncated" is True also if an agent's feedback left no room for
+        its next action.
     """
     place, text = (prompt.place, prompt.text) if isinstance(prompt, PlacedPrompt) else (None, prompt)
 
@@ -213,10 +216,11 @@ async def generate_responses(
         is_trained_on = place is not None and place >= 0
         current = _CurrentResponse(_seed_name(sampling_params, place, index), is_trained_on)
         _RESPONSE.set(current)  # for this task alone, because every task has its own context
+        params = deepcopy(sampling_params)
         response = await self.executor.execute(
             prompt=text,
             label=label,
-            sampling_params=sampling_params,
+            sampling_params=params,
             max_length=max_length,
             hf_tokenizer=hf_tokenizer,
             llm_engine=self,
@@ -226,7 +230,10 @@ async def generate_responses(
         # Tokens that an agent got from elsewhere have no version. They count as generated now.
         is_ours = [len(versions) for versions in current.versions] == lengths
         versions = current.versions if is_ours else [[self.llm.policy_version] * n for n in lengths]
-        return response | {"versions": versions, "place": place}
+        # OpenRLHF's executor of agents sets max_tokens to the room that is left, and ends where there is none.
+        has_no_room = params.max_tokens is not None and params.max_tokens <= 0
+        is_truncated = response.get("truncated", False) or has_no_room
+        return response | {"versions": versions, "place": place, "truncated": is_truncated}
 
     return await asyncio.gather(*map(respond, range(num_samples)))
 
@@ -323,7 +330,7 @@ async def grow_responses(
             response = await self.executor.execute(
                 prompt=prompt.text,
                 label=label,
-                sampling_params=sampling_params,
+                sampling_params=deepcopy(sampling_params),
                 max_length=max_length,
                 hf_tokenizer=hf_tokenizer,
                 llm_engine=engine,

@@ -3,9 +3,12 @@
 import asyncio
 from argparse import Namespace
 
+import pipeline
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 
 class EngineCore:
@@ -91,10 +94,68 @@ def test_tokens_that_an_agent_got_elsewhere_have_the_engines_present_version():
             actor.llm.policy_version += 1
             return {"observation_tokens": [5] * 9, "action_ranges": [(2, 5), (7, 9)]}
 
-    actor, params = make_actor(), Namespace(seed=None)
+    actor, params = make_actor(), Namespace(seed=None, max_tokens=None)
     actor.executor, actor.llm.policy_version = Executor(), 3
     (response,) = asyncio.run(actor.generate_responses("1+2=", "3", params, 9, None))
     assert response["versions"] == [[4] * 3, [4] * 2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(pipeline.make_model(tmp_path_factory.mktemp("agent")) / "model")
+
+
+def agent_responses(tokenizer, observations: list[int], feedback: int, num_turns: int, max_length: int) -> list[dict]:
+    """Return the responses of OpenRLHF's executor of agents, whose actions have 3 tokens.
+
+    Args:
+        tokenizer: of one token per character.
+        observations: number of tokens that each response's agent observes first.
+        feedback: number of tokens after each action.
+        num_turns: actions until the agent is done.
+        max_length: of a whole response.
+    """
+    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+    from vllm import SamplingParams
+
+    lengths = iter(observations)
+
+    class Agent(AgentInstanceBase):
+        def __init__(self) -> None:
+            self.num_actions = 0
+
+        async def reset(self, states: dict, **_) -> dict:
+            return {"observation": "1" * next(lengths)}
+
+        async def step(self, states: dict, **_) -> dict:
+            self.num_actions += 1
+            is_done = self.num_actions == num_turns
+            return {"rewards": torch.tensor(1.0), "environment_feedback": "2" * feedback, "done": is_done}
+
+    async def generate(_, params, **__) -> Namespace:
+        await asyncio.sleep(0)  # the other responses of the group begin meanwhile
+        return Namespace(outputs=[Namespace(token_ids=[5] * 3, text="222", finish_reason="stop", logprobs=None)])
+
+    actor = make_actor()
+    actor.executor, actor.generate = MultiTurnAgentExecutor(Agent), generate
+    params = SamplingParams(max_tokens=None)
+    return asyncio.run(actor.generate_responses("", "", params, max_length, tokenizer, len(observations)))
+
+
+def test_what_an_agent_observes_is_not_cut_to_the_length_that_another_one_of_its_group_observed(tokenizer):
+    responses = agent_responses(tokenizer, [4, 8, 6], feedback=2, num_turns=2, max_length=40)
+    assert [response["action_ranges"][0][0] for response in responses] == [4, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("num_turns", "max_length", "is_truncated"), [(1, 16, False), (2, 16, True), (2, 17, True), (2, 18, False)]
+)
+def test_a_response_whose_agent_has_no_room_for_its_next_action_is_truncated(
+    tokenizer, num_turns, max_length, is_truncated
+):
+    (response,) = agent_responses(tokenizer, [4], feedback=10, num_turns=num_turns, max_length=max_length)
+    assert response["truncated"] == is_truncated
+    assert len(response["action_ranges"]) == (1 if is_truncated else num_turns)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))

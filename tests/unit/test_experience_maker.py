@@ -245,6 +245,35 @@ def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_pat
     assert torch.equal(found.contiguous().view(torch.uint8), upstream[1.0].view(torch.uint8))  # also -0.0
 
 
+@pytest.mark.parametrize("mask", [[1] * 6, [0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1]], ids=str)
+def test_the_tokens_between_an_agents_actions_are_no_steps_of_gae_and_of_discounted_returns(tmp_path, mask):
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Upstream
+
+    maker, generator, mask = make_maker(tmp_path), torch.Generator().manual_seed(0), torch.tensor([mask] * 2)
+    values, rewards = torch.randn(2, 2, 6, generator=generator)  # also between the actions, where they mean nothing
+    alone = [tensor[mask > 0].view(2, -1) for tensor in (values, rewards, mask)]
+    found = maker.get_advantages_and_returns(values, rewards, mask, 0.9, 0.8)
+    for ours, expected in zip(found, Upstream.get_advantages_and_returns(maker, *alone, 0.9, 0.8), strict=True):
+        assert torch.equal(ours[mask > 0], expected.flatten()) and not ours[mask == 0].any()
+    returns = maker.get_cumulative_returns(rewards, mask, 0.9)
+    assert torch.equal(returns[mask > 0], Upstream.get_cumulative_returns(maker, *alone[1:], 0.9).flatten())
+    if mask[0].diff().abs().sum() <= 2:  # no gap: bit by bit OpenRLHF's
+        upstream = Upstream.get_advantages_and_returns(maker, values, rewards, mask, 0.9, 0.8)
+        assert all(torch.equal(ours[mask > 0], theirs[mask > 0]) for ours, theirs in zip(found, upstream, strict=True))
+
+
+def test_the_length_penalty_counts_an_agents_actions_and_not_the_tokens_between_them(tmp_path):
+    lengths = dict(rollout__max_new_tokens=8, reward__overlong_buffer_len=4)
+    maker = make_maker(tmp_path, rollout__micro_batch_size=4, **lengths)
+    # Two actions of 2 tokens with 20 tokens in between, and one action of 6 tokens.
+    turns = {"observation_tokens": [5] * 26, "action_ranges": [(2, 4), (24, 26)], "versions": [[0] * 2] * 2}
+    responses = [pipeline.response(reward=1.0) | turns] * 3 + [pipeline.response(6, reward=1.0)]
+    experience = experience_of(maker, responses)
+    assert experience.response_length.tolist() == [4, 4, 4, 6]
+    maker.compute_advantages_and_returns([experience])
+    assert experience.rewards.tolist() == [1, 1, 1, 0.5]
+
+
 # ---- replay ----
 
 
