@@ -54,6 +54,8 @@ def run_upstream(
             checks.check(parsed, given, depth, early)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
+            if depth == checks.MACHINE:
+                checks.check_saved_type(parsed)
         except (FlagError, SavedStateError) as error:
             parser.error(str(error))
         prepare(parsed)

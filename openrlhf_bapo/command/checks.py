@@ -25,6 +25,7 @@ from openrlhf_bapo.command.input_files import (
     is_hub_name,
     is_url,
     listed,
+    listed_with_folders,
     model_length,
     warn,
 )
@@ -247,15 +248,18 @@ def _say_what_the_ratio_is_against(values: dict, args: Namespace, given: set[str
 def _check_rows(args: Namespace, must_exist: bool) -> None:
     data = args.data
     keys = {"--data.input_key": data.input_key} | ({"--data.label_key": data.label_key} if data.label_key else {})
-    for flag, names in (("--data.prompt_dataset", data.prompt_dataset), ("--eval.dataset", args.eval.dataset)):
-        for name in listed(names):
+    for flag, names, split in (
+        ("--data.prompt_dataset", data.prompt_dataset, data.prompt_split),
+        ("--eval.dataset", args.eval.dataset, args.eval.split),
+    ):
+        for name, folder in listed_with_folders(names):
             where = f"{flag} {name}"
             is_file = name.endswith((".json", ".jsonl", ".csv", ".parquet", ".arrow"))
-            if "://" in name or Path(name).is_dir():
+            if "://" in name:
                 continue
-            if Path(name).is_file():
-                check_rows(Path(name), where, keys, data.apply_chat_template)
-                if data.label_key:
+            if Path(name).exists():
+                check_rows(Path(name), where, keys, data.apply_chat_template, split, folder)
+                if data.label_key and Path(name).is_file():
                     check_labels(Path(name), where, data.label_key)
             elif not is_file and is_hub_name(name):
                 if must_exist:
@@ -445,7 +449,7 @@ def _check_folders(args: Namespace) -> None:
 
 
 def _check_resume(args: Namespace) -> None:
-    """Refuse a resume from an incomplete checkpoint. `find_whole_checkpoint` checks the pools beside it."""
+    """Refuse a resume without a checkpoint. `find_whole_checkpoint` checks its files."""
     saved = Path(args.ckpt.path, "_actor")
     if not args.ckpt.load_enable:
         for name in ("replay", "partial", "bapo"):
@@ -457,23 +461,25 @@ def _check_resume(args: Namespace) -> None:
     where = f"--ckpt.load_enable: --ckpt.path {args.ckpt.path}"
     if not saved.is_dir():
         warn(f"{where} has no checkpoint; the run starts from step 0")
+    elif not any(folder.is_dir() for folder in saved.iterdir()):
+        raise FlagError(f"{where} has no checkpoint in {saved}; start without --ckpt.load_enable")
+
+
+def check_saved_type(args: Namespace) -> None:
+    """Refuse to resume a checkpoint of another type.
+
+    Args:
+        args: flat, after `find_whole_checkpoint`.
+
+    Raises:
+        FlagError
+    """
+    values = vars(args)
+    if values["ckpt.resume_from"] is None:
         return
-    latest = saved / "latest"
-    if not latest.is_file():
-        raise FlagError(f"{where} has no complete checkpoint ({latest} is missing); start without --ckpt.load_enable")
-    step = latest.read_text().strip()
-    states = list((saved / step).glob("*model_states.pt"))
-    if not step or not states:
-        raise FlagError(
-            f"{where} names {step!r} in {latest}, which does not exist; allowed: {_steps(saved)} in that file, or a "
-            "start without --ckpt.load_enable"
-        )
+    folder = Path(values["ckpt.path"], "_actor", values["ckpt.resume_from"])
     # DeepSpeed puts bf16 into the names of the optimizer's files.
-    is_bf16 = {file.name.startswith("bf16") for file in (saved / step).glob("*zero_pp_rank_*_optim_states.pt")}
-    if is_bf16 == {args.ds.param_dtype != "bf16"}:
+    is_bf16 = {file.name.startswith("bf16") for file in folder.glob("*zero_pp_rank_*_optim_states.pt")}
+    if is_bf16 == {values["ds.param_dtype"] != "bf16"}:
         allowed = "bf16" if True in is_bf16 else "fp16 or fp32"
-        raise FlagError(f"--ds.param_dtype {args.ds.param_dtype}: {saved / step} is in {allowed}; allowed: {allowed}")
-
-
-def _steps(saved: Path) -> str:
-    return ", ".join(sorted({str(file.parent.name) for file in saved.glob("*/*model_states.pt")})) or "none"
+        raise FlagError(f"--ds.param_dtype {values['ds.param_dtype']}: {folder} is in {allowed}; allowed: {allowed}")

@@ -25,6 +25,7 @@ from typing import Any
 
 from openrlhf_bapo import math_tasks
 from openrlhf_bapo.command.input_files import (
+    ENCODING,
     check_model,
     check_python_file,
     check_row,
@@ -72,7 +73,7 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
     for file in files:
         path = Path(file).resolve()
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = path.read_text(encoding=ENCODING).split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise FlagError(f"--data {file}: cannot be read ({error}); allowed: a JSONL file") from error
         in_file: list[Problem] = []

@@ -7,11 +7,12 @@ import errno
 import re
 import shutil
 import signal
+from argparse import Namespace
 from pathlib import Path
 
 from openrlhf_bapo.command.summary import describe_training
 from openrlhf_bapo.openrlhf.interrupts import Interrupted
-from openrlhf_bapo.openrlhf.replay_checkpoint import missing_file
+from openrlhf_bapo.openrlhf.replay_checkpoint import newest_whole_checkpoint
 from openrlhf_bapo.openrlhf.run_counts import NothingTrained
 
 PROCESSES = {
@@ -113,15 +114,27 @@ def _checkpoint_bytes(args: dict) -> int | None:
 
 
 def _what_is_saved(args: dict) -> str:
-    latest = Path(args["ckpt.path"], "_actor", "latest")
-    if latest.is_file():
-        tag = latest.read_text().strip()
-        if missing_file(latest.with_name(tag)):
-            tag += ", incomplete; an older one is resumed, if there is one"
+    from openrlhf.utils.config import hierarchize
+
+    nested = hierarchize(Namespace(**args | {"ckpt.load_enable": True}))
+    tag, problem = newest_whole_checkpoint(nested)
+    if tag is None and problem:
         return (
-            f"saved is {args['ckpt.path']} ({tag}); the same command with --ckpt.load_enable continues from there; a "
-            "recipe other than the quickstart continues when it is run again"
+            f"saved is no checkpoint in {args['ckpt.path']} that can be resumed, because {problem}; the same command "
+            "without --ckpt.load_enable starts from the beginning"
         )
-    steps = args["ckpt.save_steps"]
-    every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
-    return f"nothing is saved; the same command starts from the beginning (--ckpt.save_steps {steps}: {every})"
+    if tag is None:
+        steps = args["ckpt.save_steps"]
+        every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
+        return f"nothing is saved; the same command starts from the beginning (--ckpt.save_steps {steps}: {every})"
+    which = f"{tag}, because {problem}" if problem else tag
+    if tag == args.get("ckpt.resume_from"):
+        # The resume itself may be what failed.
+        return (
+            f"saved is {args['ckpt.path']} ({which}), from which this run started; the same command starts from there "
+            "again"
+        )
+    return (
+        f"saved is {args['ckpt.path']} ({which}); the same command with --ckpt.load_enable continues from there; a "
+        "recipe other than the quickstart continues when it is run again"
+    )

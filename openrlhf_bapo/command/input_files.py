@@ -4,6 +4,7 @@ Data files are checked by their rows, models by the files in their folder, rewar
 These checks get only the flag that names the file, not the whole command.
 """
 
+import codecs
 import contextlib
 import csv
 import json
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,10 @@ from openrlhf_bapo.command.mistakes import FlagError
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""
 
-CSV_ENCODING = "utf-8-sig"  # accepts a byte order mark, as pandas does
+ENCODING = "utf-8-sig"
+"""Of data files: accepts a byte order mark, as `datasets` and pandas do."""
+
+_CSV_ROWS = 10_000  # in which `datasets` infers the types of columns
 _SMALL_FILE, _END_OF_FILE = 8 << 20, 1 << 20
 """Bytes: the largest data file that is read whole, and the part that is read at each end of a larger one."""
 
@@ -64,7 +68,13 @@ def warn(message: str) -> None:
 
 def listed(names: str | None) -> list[str]:
     """Split the names of data sets as OpenRLHF does: by comma, each without its "@folder"."""
-    return [name.split("@")[0].strip() for name in names.split(",")] if names else []
+    return [name for name, _ in listed_with_folders(names)]
+
+
+def listed_with_folders(names: str | None) -> list[tuple[str, str]]:
+    """Split the names of data sets as OpenRLHF does: by comma, each with its "@folder" apart."""
+    parts = (name.split("@") for name in names.split(",")) if names else ()
+    return [(name.strip(), folder[0].strip() if folder else "") for name, *folder in parts]
 
 
 def is_hub_name(name: str) -> bool:
@@ -72,31 +82,35 @@ def is_hub_name(name: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name))
 
 
-def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template: bool) -> None:
-    """Refuse a data file that OpenRLHF could not read. Of a large file, only rows at its start and end are read.
+def check_rows(
+    file: Path, where: str, keys: dict[str, str], apply_chat_template: bool, split: str = "train", folder: str = ""
+) -> None:
+    """Refuse data that OpenRLHF could not read or tokenize.
+
+    Of a large JSON or CSV file, only rows at its start and end are read, or at its start.
 
     Args:
-        file: JSON, JSONL, CSV or Parquet; files of other kinds are not checked.
+        file: JSON, JSONL, CSV, Parquet, Arrow, or a directory that `datasets` loads; other data is not checked.
         where: the start of a message: the flag and the file.
         keys: keys that every row must have, by the flag that names them; the input's first.
         apply_chat_template: whether the input may be a list of messages.
+        split: of a directory.
+        folder: in the directory, if only that is loaded.
 
     Raises:
         FlagError
     """
     try:
-        if file.suffix == ".csv":
-            with open(file, newline="", encoding=CSV_ENCODING) as stream:
-                table = csv.reader(stream)
-                return _check_table(next(table, []), any(table), where, keys)
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            with pyarrow.parquet.ParquetFile(file) as opened:
-                return _check_table(opened.schema_arrow.names, opened.metadata.num_rows > 0, where, keys)
+        if file.is_dir():
+            return _check_directory(file, where, keys, apply_chat_template, split, folder)
+        if file.suffix in (".csv", ".parquet", ".arrow"):
+            with _opened_table(file, keys) as (names, num_rows, columns):
+                return _check_table(names, num_rows, columns, where, keys, apply_chat_template)
         if file.suffix not in (".json", ".jsonl"):
             return None
         rows = list(json_rows(file, where))
+    except FlagError:
+        raise
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and an UnicodeDecodeError are ValueErrors
         raise FlagError(f"{where}: cannot be read ({str(error).splitlines()[0]}); allowed: a JSONL file") from None
     if not rows and file.stat().st_size <= _SMALL_FILE:
@@ -105,15 +119,21 @@ def check_rows(file: Path, where: str, keys: dict[str, str], apply_chat_template
         check_row(row, f"{where}: {place}", keys)
         flag, key = next(iter(keys.items()))
         if not isinstance(row[key], str | list if apply_chat_template else str) or not row[key]:
-            shown = json.dumps(row[key])[:40]
-            allowed = "a text, or a list of messages" if apply_chat_template else "a text"
-            raise FlagError(f"{where}: {place} has {key!r} {shown}; allowed for {flag}: {allowed}, not empty")
+            raise _wrong_input(f"{where}: {place}", flag, key, row[key], apply_chat_template)
+    return None
+
+
+def _wrong_input(where: str, flag: str, key: str, value: object, apply_chat_template: bool) -> FlagError:
+    allowed = "a text, or a list of messages" if apply_chat_template else "a text"
+    return FlagError(
+        f"{where} has {key!r} {json.dumps(value, default=str)[:40]}; allowed for {flag}: {allowed}, not empty"
+    )
 
 
 def count_rows(file: Path) -> int | None:
     """Count the rows of a data file that `check_rows` accepts; None: not known without reading all of a large file."""
     if file.suffix == ".csv":
-        with open(file, newline="", encoding=CSV_ENCODING) as stream:
+        with open(file, newline="", encoding=ENCODING) as stream:
             return sum(1 for row in csv.reader(stream) if row) - 1
     if file.suffix == ".parquet":
         import pyarrow.parquet
@@ -126,13 +146,108 @@ def count_rows(file: Path) -> int | None:
     with open(file, "rb") as stream:
         num_lines = sum(1 for line in stream if line.strip())
         stream.seek(0)
-        return None if stream.read(1) == b"[" else num_lines
+        return None if stream.read(9).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else num_lines
 
 
-def _check_table(names: list[str], has_rows: bool, where: str, keys: dict[str, str]) -> None:
-    if not has_rows:
+_Table = tuple[list[str], int, Callable[[str], Iterable[Any]]]
+"""Names of the columns, number of rows (of a CSV file: whether there are any), parts of a column as pyarrow arrays."""
+
+
+@contextlib.contextmanager
+def _opened_table(file: Path, keys: dict[str, str]) -> Iterator[_Table]:
+    """Open a CSV, Parquet or Arrow file, with the types that `datasets` gives its columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if file.suffix == ".csv":
+        import pandas
+
+        with open(file, newline="", encoding=ENCODING) as stream:
+            table = csv.reader(stream)
+            names, has_rows = next(table, []), any(table)
+        # pandas gives the second of two equal names another one, which matters only for the keys.
+        names = [name for place, name in enumerate(names) if name in keys.values() or name not in names[:place]]
+        most = None if file.stat().st_size <= _SMALL_FILE else _CSV_ROWS
+
+        def columns(key: str) -> Iterable[Any]:
+            with pandas.read_csv(file, chunksize=_CSV_ROWS, nrows=most) as chunks:
+                yield from (pyarrow.array(chunk[key], from_pandas=True) for chunk in chunks)
+
+        yield names, has_rows, columns
+    elif file.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            read = opened.iter_batches
+            yield (
+                opened.schema_arrow.names,
+                opened.metadata.num_rows,
+                lambda key: (batch.column(0) for batch in read(columns=[key])),
+            )
+    else:
+        with pyarrow.memory_map(str(file)) as source:
+            try:
+                table = pyarrow.ipc.open_stream(source).read_all()
+            except pyarrow.ArrowInvalid:
+                table = pyarrow.ipc.open_file(source).read_all()
+            yield table.column_names, table.num_rows, lambda key: table.column(key).chunks
+
+
+def _check_directory(
+    path: Path, where: str, keys: dict[str, str], apply_chat_template: bool, split: str, folder: str
+) -> None:
+    import datasets
+
+    if (path / f"{path.name}.py").exists():
+        return  # a script
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # made by save_to_disk
+        data = datasets.load_from_disk(str(path))
+        table = (data[split] if isinstance(data, dict) else data).data
+        _check_table(
+            table.column_names,
+            table.num_rows,
+            lambda key: table.column(key).chunks,
+            where,
+            keys,
+            apply_chat_template,
+        )
+        return
+    builder = datasets.load_dataset_builder(str(path), data_dir=folder or None)
+    for file in (builder.config.data_files or {}).get(split, []):
+        check_rows(Path(file), f"{where}: {file}", keys, apply_chat_template)
+
+
+def _check_table(
+    names: list[str],
+    num_rows: int,
+    columns: Callable[[str], Iterable[Any]],
+    where: str,
+    keys: dict[str, str],
+    apply_chat_template: bool,
+) -> None:
+    from pyarrow import compute, types
+
+    if not num_rows:
         raise FlagError(f"{where}: has no rows; allowed: a file with at least one row")
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise FlagError(f"{where}: its table has the column {twice!r} twice; allowed: once")
     check_row(dict.fromkeys(names), f"{where}: its table", keys)
+    flag, key = next(iter(keys.items()))
+    number = 1
+    for part in columns(key):
+        if types.is_dictionary(part.type):
+            part = part.dictionary_decode()
+        if types.is_string_view(part.type):
+            part = part.cast("large_string")
+        is_text = types.is_string(part.type) or types.is_large_string(part.type)
+        is_list = types.is_list(part.type) or types.is_large_list(part.type)
+        if is_text or (is_list and apply_chat_template):
+            lengths = compute.binary_length(part) if is_text else compute.list_value_length(part)
+            place = compute.index(compute.fill_null(compute.equal(lengths, 0), True), True).as_py()
+        else:
+            place = 0 if len(part) else -1
+        if place >= 0:
+            raise _wrong_input(f"{where}: row {number + place}", flag, key, part[place].as_py(), apply_chat_template)
+        number += len(part)
 
 
 def check_row(row: object, where: str, keys: dict[str, str]) -> None:
@@ -153,9 +268,9 @@ def json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
     size = file.stat().st_size
     with open(file, "rb") as stream:
         if size <= _SMALL_FILE:
-            yield from _decoded(stream.read().decode(), where)
+            yield from _decoded(stream.read().decode(ENCODING), where)
             return
-        first = stream.read(_END_OF_FILE).rpartition(b"\n")[0]
+        first = stream.read(_END_OF_FILE).rpartition(b"\n")[0].removeprefix(codecs.BOM_UTF8)
         stream.seek(size - _END_OF_FILE)
         last = stream.read().partition(b"\n")[2]
     if first.lstrip().startswith(b"["):
@@ -168,28 +283,66 @@ def json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
             yield "a row at its end", json_value(line, f"{where}: a row at its end")
 
 
+class _Repeated(dict):
+    """A JSON object in which a key comes twice."""
+
+    key = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    names = [name for name, _ in pairs]
+    found = _Repeated(found)
+    found.key = next(name for place, name in enumerate(names) if name in names[:place])
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _check_value(value: Any, where: str) -> None:
+    """Refuse a JSON value that Python reads, but not the loader of `datasets`, or not as it was written."""
+    if isinstance(value, _Repeated):
+        raise FlagError(f"{where} has the key {value.key!r} twice; allowed: once")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start].encode("ascii", "backslashreplace").decode()
+            raise FlagError(f"{where} has {half}, half of a character; allowed: Unicode text") from None
+    elif isinstance(value, dict | list):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_value(part, where)
+
+
 def json_value(text: str, where: str) -> Any:
-    """Parse one line; raise FlagError if it is not JSON."""
+    """Parse one line; raise FlagError if it is not JSON, or has a key twice or half of a character."""
     try:
-        return json.loads(text)
+        value = _DECODER.decode(text)
     except ValueError as error:
         raise FlagError(f"{where} is not JSON ({error})") from None
+    _check_value(value, where)
+    return value
 
 
 def _decoded(text: str, where: str) -> Iterable[tuple[str, object]]:
     """Yield (place, row) of the JSON values of a text, and of the elements of arrays."""
-    decoder, visible, number, counted, position = json.JSONDecoder(), re.compile(r"\S"), 1, 0, 0
+    visible, number, counted, position = re.compile(r"\S"), 1, 0, 0
     while match := visible.search(text, position):
         number, counted = number + text.count("\n", counted, match.start()), match.start()
         place = f"line {number}"
         try:
-            value, position = decoder.raw_decode(text, match.start())
+            value, position = _DECODER.raw_decode(text, match.start())
         except ValueError as error:
             raise FlagError(f"{where}: {place} is not JSON ({error})") from None
+        rows = [(place, value)]
         if isinstance(value, list):
-            yield from ((f"row {number}", row) for number, row in enumerate(value, start=1))
-        else:
-            yield place, value
+            rows = [(f"row {number}", row) for number, row in enumerate(value, start=1)]
+        for place, row in rows:
+            _check_value(row, f"{where}: {place}")
+            yield place, row
 
 
 # Models.

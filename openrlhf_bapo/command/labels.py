@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from openrlhf_bapo.command.input_files import CSV_ENCODING, json_rows, warn
+from openrlhf_bapo.command.input_files import ENCODING, json_rows, warn
 from openrlhf_bapo.command.mistakes import FlagError
 
 _EXACT = 2**53  # a float64 holds integers up to here
@@ -34,7 +34,7 @@ def check_labels(file: Path, where: str, key: str) -> None:
         labels = pyarrow.parquet.read_table(file, columns=[key])[key].to_pylist()
         return warn_of_labels([(f"row {number}", label) for number, label in enumerate(labels, 1)], where)
     if file.suffix == ".csv":
-        with open(file, newline="", encoding=CSV_ENCODING) as stream:
+        with open(file, newline="", encoding=ENCODING) as stream:
             rows: list[tuple[str, Any]] = [(f"row {n}", row[key]) for n, row in enumerate(csv.DictReader(stream), 1)]
         _refuse_changed(file, where, rows, key, _is_same_text)
     elif file.suffix in (".json", ".jsonl"):

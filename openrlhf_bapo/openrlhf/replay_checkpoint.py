@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import shutil
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def _partial_fingerprint(args: Namespace) -> dict[str, str]:
 
 
 def find_whole_checkpoint(args: argparse.Namespace) -> str:
-    """Find the newest checkpoint whose saved states can all be loaded, before Ray starts.
+    """Find the checkpoint that `--ckpt.load_enable` resumes, before Ray starts.
 
     Its tag is stored in `args.ckpt.resume_from`, for `use_checkpoint`.
 
@@ -153,61 +154,102 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
         A line that says why OpenRLHF's latest checkpoint is not resumed. "" if it is resumed, or nothing is.
 
     Raises:
-        SavedStateError: if no checkpoint can be resumed; the message is about the latest.
+        SavedStateError: if no checkpoint can be resumed; the message is about the newest.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
     vars(args)["ckpt.resume_from"] = None
-    problem = None
-    for tag in _saved_tags(nested) if nested.ckpt.load_enable else []:
-        try:
-            for group in ("_actor", "_critic"):
-                if missing := missing_file(folder := Path(nested.ckpt.path, group, tag)):
-                    raise SavedStateError(f"{folder} lacks {missing}, which a node could not write")
-            for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
-                load(nested, tag)
-            vars(args)["ckpt.resume_from"] = tag
-            return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
-        except SavedStateError as error:
-            problem = problem or error
-    if problem:
-        raise problem
-    return ""
+    if not nested.ckpt.load_enable:
+        return ""
+    tag, problem = newest_whole_checkpoint(nested)
+    vars(args)["ckpt.resume_from"] = tag
+    if problem and not tag:
+        raise SavedStateError(
+            f"--ckpt.load_enable: no checkpoint of --ckpt.path {nested.ckpt.path} can be resumed, because {problem}; "
+            "without the flag the run starts from the beginning"
+        )
+    return f"--ckpt.load_enable resumes {tag}, because {problem}" if problem else ""
 
 
-def _saved_tags(args: Namespace) -> list[str]:
-    """Return the tags of OpenRLHF's complete checkpoints, the newest first, that both actor and critic have."""
-    actors = Path(args.ckpt.path, "_actor")
-    if (latest := _latest(actors)) is None:
-        return []
-    tags = {file.parent.name for file in actors.glob("*/*model_states.pt")} | {latest}
-    if args.critic.model_name_or_path and (of_critic := _latest(actors.parent / "_critic")):
-        # Both are written at the same time. If the run was killed then, one may be a checkpoint ahead of the other.
-        tags = {tag for tag in tags if any((actors.parent / "_critic" / tag).glob("*model_states.pt"))}
-        latest = min(latest, of_critic, key=_step)
-    tags = {tag for tag in tags if _step(tag) <= _step(latest)}
-    return sorted(tags, key=lambda tag: (_step(tag), tag == latest))[::-1]
+def newest_whole_checkpoint(args: Namespace) -> tuple[str | None, str]:
+    """Find the newest checkpoint that can be resumed: all its files are there and whole, and our state can be loaded.
 
+    Args:
+        args: nested, with `--ckpt.load_enable`.
 
-def missing_file(folder: Path) -> str:
-    """Return the pattern of a rank's file that a checkpoint of DeepSpeed lacks; "" if none is missing.
-
-    Rank 0 writes `latest` even if another rank's node has lost the folder.
+    Returns:
+        Its tag, None without one; and why OpenRLHF's latest checkpoint is not the one, "" if it is.
     """
-    for kind in ("optim_states", "model_states"):
-        files = sorted(folder.glob(f"*zero_pp_rank_*_{kind}.pt"))
-        if files:
-            try:
-                a_model = next(folder.glob("*model_states.pt"))
-                num_ranks = torch.load(a_model, map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
-            except Exception:  # torch.load raises many kinds where a file is cut off
-                return "a readable *model_states.pt"
-            for rank in range(num_ranks):
-                pattern = f"*zero_pp_rank_{rank}_*_{kind}.pt"
-                if not any(folder.glob(pattern)):
-                    return pattern
+    groups = ["_actor", "_critic"] if args.algo.advantage.estimator == "gae" else ["_actor"]
+    folders = [Path(args.ckpt.path, group) for group in groups]
+    latest = [tag for folder in folders if (tag := _existing_latest(folder))]
+    # Actor and critic are written at the same time. If the run was killed then, one may be a checkpoint ahead.
+    newest = min(latest, key=_step, default="")
+    tags = [folder.name for folder in folders[0].glob("*") if folder.is_dir()]
+    problem = ""
+    for tag in sorted(tags, key=lambda tag: (_step(tag), tag == newest), reverse=True):
+        if newest and _step(tag) > _step(newest):
+            continue  # the run was killed while it wrote this checkpoint
+        try:
+            for folder in folders:
+                _check_files(folder / tag)
+            for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
+                load(args, tag)
+        except SavedStateError as error:
+            problem = problem or str(error)
+        else:
+            return tag, problem or _problem_of_latest(folders)
+    return None, problem
+
+
+def _problem_of_latest(folders: list[Path]) -> str:
+    for folder in folders:
+        if not _existing_latest(folder):
+            tag = _latest(folder)
+            return f"{folder / 'latest'} " + ("is missing" if tag is None else f"names {tag!r}, which does not exist")
     return ""
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a checkpoint of DeepSpeed that lacks a rank's file, or has one that is cut off.
+
+    Rank 0 writes `latest` even if another rank's node has lost the folder or the power. torch.save writes zip archives,
+    whose directory is at their end. So little of each file is read.
+
+    Raises:
+        SavedStateError
+    """
+    a_model = next(folder.glob("*mp_rank_*_model_states.pt"), None)
+    if a_model is None:
+        raise SavedStateError(f"{folder} lacks *mp_rank_00_model_states.pt")
+    _check_archive(a_model)
+    try:
+        head = torch.load(a_model, map_location="cpu", mmap=True, weights_only=False)
+    except Exception as error:  # torch.load raises many kinds where a file is damaged
+        raise SavedStateError(f"{a_model} cannot be loaded ({type(error).__name__})") from None
+    stage = head["ds_config"]["zero_optimization"]["stage"]
+    ranks, parts = range(head["dp_world_size"]), range(head["mp_world_size"])
+    # As DeepSpeed names them: every rank has its part of the optimizer from stage 1 on, and of the model in stage 3.
+    optimizers = [f"zero_pp_rank_{rank}_mp_rank_{part:02d}_optim_states.pt" for rank in ranks for part in parts]
+    models = [f"zero_pp_rank_{rank}_mp_rank_{part:02d}_model_states.pt" for rank in ranks for part in parts]
+    if stage < 3:
+        models = [f"mp_rank_{part:02d}_model_states.pt" for part in parts]
+    for name in models + (optimizers if stage else []):
+        # The optimizer's files of a run in bf16 have another prefix.
+        file = next((file for prefix in ("", "bf16_") if (file := folder / f"{prefix}{name}").exists()), None)
+        if file is None:
+            raise SavedStateError(f"{folder} lacks {name}, which a node could not write")
+        _check_archive(file)
+
+
+def _check_archive(file: Path) -> None:
+    try:
+        zipfile.ZipFile(file).close()
+    except zipfile.BadZipFile:
+        raise SavedStateError(f"{file} is cut off") from None
+    except OSError as error:
+        raise SavedStateError(f"{file} cannot be read ({error.strerror})") from None
 
 
 def _step(tag: str) -> int:
@@ -224,12 +266,12 @@ def use_checkpoint(args: argparse.Namespace) -> None:
         return
     for group in ("_actor", "_critic"):
         folder = Path(vars(args)["ckpt.path"], group)
-        if (latest := _latest(folder)) is None:
-            continue
+        if not (folder / tag).is_dir():
+            continue  # a critic that this run does not have
         for torn in folder.glob("global_step*"):
-            if _step(torn.name) > _step(latest):
+            if _step(torn.name) > _step(_existing_latest(folder) or tag):
                 shutil.rmtree(torn)
-        if latest != tag:
+        if _latest(folder) != tag:
             (folder / "latest.part").write_text(tag)
             (folder / "latest.part").replace(folder / "latest")
 
@@ -237,6 +279,12 @@ def use_checkpoint(args: argparse.Namespace) -> None:
 def _latest(folder: Path) -> str | None:
     """Return the tag of the newest complete checkpoint of OpenRLHF's actor or critic."""
     return (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
+
+
+def _existing_latest(folder: Path) -> str:
+    """Return the tag in `latest`; "" if the file is missing or cut off, or names no checkpoint that is there."""
+    tag = _latest(folder) or ""
+    return tag if tag and (folder / tag).is_dir() else ""
 
 
 def save_pools(trainer: Any, tag: str) -> None:

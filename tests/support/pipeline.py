@@ -116,6 +116,18 @@ def make_model(directory: Path, num_prompts: int = 64) -> Path:
     return directory
 
 
+def make_checkpoint(folder: Path, zero_stage: int = 0, num_ranks: int = 1, prefix: str = "") -> Path:
+    """Write the files of DeepSpeed's checkpoint, without weights; `prefix` is that of the optimizer's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = {"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": zero_stage}}}
+    for rank in range(num_ranks):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save(head, folder / name)
+        if zero_stage:
+            torch.save({}, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
 def flags(directory: Path, **overrides) -> list[str]:
     """Return the flags of a short run. Overrides have "__" for "."; None removes a flag, True gives it no value."""
     values = {

@@ -77,7 +77,7 @@ def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     args = {"ckpt.path": str(tmp_path), "ckpt.output_dir": str(model), "logger.tensorboard_dir": None}
-    args["ckpt.save_steps"] = 1
+    args |= {"ckpt.save_steps": 1, "algo.advantage.estimator": "group_norm"}
     for kind, size in (("_actor", 700), ("_replay", 50), ("_critic", 7)):
         for step in (1, 2):
             (tmp_path / kind / f"global_step{step}").mkdir(parents=True)

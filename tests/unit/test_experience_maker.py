@@ -677,51 +677,12 @@ def test_pools_of_checkpoints_that_a_best_checkpoint_replaced_are_removed_at_onc
     assert [path.name for path in (tmp_path / "_replay").iterdir()] == ["best_global_step4"]
 
 
-@pytest.mark.parametrize(
-    "torn",
-    [
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "zero_pp_rank_1_mp_rank_00_model_states.pt",
-        "mp_rank_00_model_states.pt",
-    ],
-)
-def test_a_checkpoint_that_lacks_a_ranks_file_is_not_resumed_and_the_end_says_so(tmp_path, capsys, torn):
-    from openrlhf_bapo.command.arguments import parse
-    from openrlhf_bapo.command.failures import describe_failure
-
-    directory, is_sharded = pipeline.make_model(tmp_path), torn.startswith("zero")
-    for step in (2, 4):
-        folder = directory / f"ckpt/_actor/global_step{step}"
-        folder.mkdir(parents=True)
-        for rank in range(2):
-            torch.save({}, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if is_sharded else "mp_rank_00_model_states.pt"
-            torch.save({"dp_world_size": 2}, folder / name)
-    (directory / "ckpt/_actor/latest").write_text("global_step4")
-    argv = [*pipeline.flags(directory, ckpt__path=directory / "ckpt"), "--ckpt.load_enable"]
-    args = {"ckpt.path": str(directory / "ckpt"), "ckpt.output_dir": "", "logger.tensorboard_dir": ""}
-    assert (
-        parse(argv).ckpt.resume_from == "global_step4" and "incomplete" not in describe_failure(OSError(), args, [])[1]
-    )
-    if "rank_1" in torn:
-        (folder / torn).unlink()
-    else:
-        (folder / torn).write_bytes(b"")
-    assert parse(argv).ckpt.resume_from == "global_step2"
-    assert f"resumes global_step2, because {folder} lacks " in capsys.readouterr().err
-    assert (
-        "(global_step4, incomplete; an older one is resumed, if there is one)"
-        in describe_failure(OSError(), args, [])[1]
-    )
-
-
 @pytest.mark.parametrize("latest", ["global_step4", "best_global_step4"])
 def test_of_two_checkpoints_of_a_step_the_one_that_openrlhf_calls_latest_is_resumed(tmp_path, latest):
     from openrlhf_bapo.command.arguments import parse
 
     for tag in ("global_step4", "best_global_step4"):
-        (tmp_path / "ckpt/_actor" / tag).mkdir(parents=True)
-        (tmp_path / "ckpt/_actor" / tag / "mp_rank_00_model_states.pt").touch()
+        pipeline.make_checkpoint(tmp_path / "ckpt/_actor" / tag)
     (tmp_path / "ckpt/_actor/latest").write_text(latest)
     pipeline.make_model(tmp_path)
     argv = pipeline.flags(tmp_path, ckpt__path=tmp_path / "ckpt", ckpt__load_enable=True)
@@ -733,15 +694,13 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
 
     path = tmp_path / "ckpt"
-    flags = dict(replay__ratio=1, ckpt__path=path, critic__model_name_or_path=tmp_path / "model")
-    flags |= dict(algo__advantage__estimator="gae")
+    flags = dict(replay__ratio=1, ckpt__path=path, algo__advantage__estimator="gae")
     maker = make_maker(tmp_path, **flags)
     for step in (2, 4, 6, 10):
         publish(maker, step)
         save_pools(Namespace(experience_maker=maker, args=maker.args), f"global_step{step}")
         for group in ("_actor", "_critic"):
-            (path / group / f"global_step{step}").mkdir(parents=True)
-            (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+            pipeline.make_checkpoint(path / group / f"global_step{step}")
             (path / group / "latest").write_text("global_step10")
     argv = [*pipeline.flags(tmp_path, **flags), "--ckpt.load_enable"]
 
@@ -765,8 +724,7 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
     for group in ("_actor", "_critic"):  # the pools of 4 and 6 cannot be used, and the line is about that of 6
         for step in (4, 6):
-            (path / group / f"global_step{step}").mkdir(exist_ok=True)
-            (path / group / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+            pipeline.make_checkpoint(path / group / f"global_step{step}")
         (path / group / "latest").write_text("global_step6")
     tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
     assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
@@ -774,8 +732,7 @@ def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_say
     save_pools(Namespace(experience_maker=maker, args=maker.args), "global_step4")
     shutil.rmtree(path / "_critic/global_step4")
     for group in ("_actor", "_critic"):
-        (path / group / "global_step6").mkdir(exist_ok=True)
-        (path / group / "global_step6" / "mp_rank_00_model_states.pt").touch()
+        pipeline.make_checkpoint(path / group / "global_step6")
         (path / group / "latest").write_text("global_step6")
     assert resumed()[0] == "global_step2"
     shutil.rmtree(path / "_replay")

@@ -28,6 +28,7 @@ def shutdown():
 
 ray.shutdown = shutdown  # stands for a slow one
 folders = {"ckpt.path": "none", "ckpt.output_dir": "none", "logger.tensorboard_dir": None, "ckpt.save_steps": 1}
+folders |= {"algo.advantage.estimator": "group_norm"}
 train_ppo_ray._end(ValueError("the cause"), folders, signals)
 """
 
@@ -66,6 +67,7 @@ def carried(error: BaseException) -> RayTaskError:
 
 
 ARGS = {"ckpt.path": "ckpt", "ckpt.output_dir": "out", "logger.tensorboard_dir": None, "ckpt.save_steps": -1}
+ARGS |= {"algo.advantage.estimator": "group_norm"}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +113,6 @@ def test_a_run_without_a_checkpoint_says_how_often_it_would_save_one(tmp_path, s
     args = ARGS | {"ckpt.path": str(tmp_path), "ckpt.save_steps": steps}  # OpenRLHF's parser makes inf of -1
     _, saved = describe_failure(KeyError("episode"), args, [])
     assert f"(--ckpt.save_steps {steps}: {every}" in saved
-
-
-def test_a_run_with_a_checkpoint_says_how_it_continues_and_that_a_quickstart_does_not(tmp_path):
-    (tmp_path / "_actor").mkdir()
-    (tmp_path / "_actor/latest").write_text("global_step20")
-    _, saved = describe_failure(KeyError("episode"), ARGS | {"ckpt.path": str(tmp_path)}, [])
-    assert saved.startswith(f"saved is {tmp_path} (global_step20") and "--ckpt.load_enable continues" in saved
-    assert saved.endswith("a recipe other than the quickstart continues when it is run again")
 
 
 def test_a_full_disk_is_named_once_even_if_the_exception_does_not_name_it():

@@ -12,6 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import datasets
 import pipeline
 import pyarrow
 import pyarrow.parquet
@@ -326,10 +327,33 @@ def prompts(content: str | bytes, name: str = "prompts.jsonl"):
     return file("data.prompt_dataset", name, content)
 
 
-def parquet_without_rows(directory: Path, _) -> dict:
-    file = directory / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"input": [], "label": []}), file)
-    return {"data.prompt_dataset": file}
+MESSAGES = [{"role": "user", "content": "1+2="}]
+
+
+def make_table(file: Path, table: pyarrow.Table) -> None:
+    """Write a table in the format of the name: Parquet, a file or a stream of Arrow, or a folder."""
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, file)
+    elif file.suffix == ".arrow":
+        new = pyarrow.ipc.new_stream if "stream" in file.name else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(file), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif file.suffix == ".saved":
+        datasets.DatasetDict({"train": datasets.Dataset(table)}).save_to_disk(file)
+    else:
+        file.mkdir()
+        pyarrow.parquet.write_table(table, file / "train-00000-of-00001.parquet")
+
+
+def table(name: str, *columns: tuple[str, list], **more):
+    """A fault: prompts in a table of this format, with these columns."""
+
+    def fault(directory: Path, _) -> dict:
+        names, values = zip(*columns, strict=True)
+        make_table(directory / name, pyarrow.Table.from_arrays([pyarrow.array(x) for x in values], list(names)))
+        return {"data.prompt_dataset": directory / name} | more
+
+    return fault
 
 
 def reward(content: str):
@@ -389,20 +413,21 @@ def index_without_its_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def checkpoint(latest: str | None, states: str | None = None, **more):
-    """A fault: a resume from a folder with this in its file `latest`, and a file of the optimizer's `states`."""
+def checkpoint(latest: str | None, prefix: str = "", **more):
+    """A fault: a resume from a folder with this in its file `latest`, and optimizer files with this prefix."""
 
     def fault(directory: Path, _) -> dict:
-        folder = directory / "ckpt/_actor/global_step2"
-        folder.mkdir(parents=True)
-        torch.save({"dp_world_size": 1}, folder / "mp_rank_00_model_states.pt")
-        if states is not None:
-            (folder / states).touch()
+        pipeline.make_checkpoint(directory / "ckpt/_actor/global_step2", zero_stage=2, prefix=prefix)
         if latest is not None:
             (directory / "ckpt/_actor/latest").write_text(latest)
         return dict(ckpt__load_enable=True) | more
 
     return fault
+
+
+def cut_off(folder: Path) -> dict:
+    os.truncate(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", 100)
+    return {}
 
 
 def on_two_gpus(**changes):
@@ -484,7 +509,52 @@ FILES = {
         ["prompts.csv: its table has no key 'input'"],
     ),
     "a CSV file of a header": (prompts("input,label\n\n", "prompts.csv"), ["prompts.csv: has no rows"]),
-    "a Parquet file without rows": (parquet_without_rows, ["prompts.parquet: has no rows; allowed: a file with at"]),
+    "a Parquet file without rows": (
+        table("prompts.parquet", ("input", []), ("label", [])),
+        ["prompts.parquet: has no rows; allowed: a file with at"],
+    ),
+    **{
+        f"{what} in {name}": (
+            table(name, ("input", values), ("label", ["3"] * len(values))),
+            [f"{name}: ", f"row {len(values)} has 'input' {shown}", "allowed for --data.input_key: a text, not empty"],
+        )
+        for name in ("prompts.parquet", "prompts.arrow", "stream.arrow", "prompts.saved", "folder")
+        for what, values, shown in (
+            ("messages without chat template", [MESSAGES], '[{"role'),
+            ("a null prompt", ["1+2=", None], "null"),
+            ("an empty prompt", ["1+2=", "1+3=", ""], '""'),
+            ("a number as prompt", [3], "3"),
+        )
+    },
+    "a number as prompt in CSV": (prompts("input,label\n12,3\n", "prompts.csv"), ["row 1 has 'input' 12"]),
+    "a null prompt in CSV": (prompts("input,label\n1+2=,3\n,4\n", "prompts.csv"), ["row 2 has 'input' null"]),
+    "a column twice in CSV": (
+        prompts("input,input,label\n1+2=,1+3=,3\n", "prompts.csv"),
+        ["prompts.csv: its table has the column 'input' twice"],
+    ),
+    "a column twice in Parquet": (
+        table("prompts.parquet", ("input", ["1+2="]), ("x", [1]), ("x", [2]), ("label", ["3"])),
+        ["prompts.parquet: its table has the column 'x' twice"],
+    ),
+    **{
+        f"{what} in {name}": (
+            prompts(f"[{ROW.strip()},\n{row}]" if name == "prompts.json" else ROW + row, name),
+            [f"{name}: {'row' if name == 'prompts.json' else 'line'} 2 {said}"],
+        )
+        for name in ("prompts.jsonl", "prompts.json")
+        for what, row, said in (
+            ("half of a character", '{"input": "1+\\ud835=", "label": "3"}', r"has \ud835, half of a character"),
+            ("half of one deep in a row", '{"input": "1", "label": "3", "x": {"y": ["\\udc00"]}}', r"has \udc00, half"),
+            ("half of one in a key", '{"input": "1+2=", "label": "3", "\\ud800": 1}', r"has \ud800, half"),
+            ("a key twice", '{"input": "1+2=", "input": "1+3=", "label": "3"}', "has the key 'input' twice; allowed"),
+            ("a key twice deep in a row", '{"input": "1", "label": "3", "x": [{"y": 1, "y": 2}]}', "has the key 'y'"),
+        )
+    },
+    "a large file with half of a character at its end": (
+        prompts(LARGE + '{"input": "\\ud835", "label": "3"}\n'),
+        [r"prompts.jsonl: a row at its end has \ud835, half of a character"],
+    ),
+    "a byte order mark in the middle": (prompts(ROW + "\ufeff" + ROW), ["prompts.jsonl: line 2 is not JSON"]),
     "a Parquet file that is none": (prompts(ROW, "prompts.parquet"), ["prompts.parquet: cannot be read"]),
     "an evaluation file without label": (
         file("eval.dataset", "heldout.jsonl", '{"input": "1+2="}\n'),
@@ -573,17 +643,20 @@ FILES = {
         lambda d, _: dict(ckpt__path=d / "train.jsonl/ckpt"),
         ["--ckpt.path", "train.jsonl/ckpt: cannot be written", "Not a directory"],
     ),
-    "a resume without a checkpoint's name": (checkpoint(None), ["--ckpt.load_enable", "latest is missing"]),
-    "a resume whose checkpoint is gone": (
-        checkpoint("global_step4"),
-        ["--ckpt.load_enable", "names 'global_step4'", "allowed: global_step2 in that file"],
+    "a resume from a folder without a checkpoint": (
+        lambda d, _: (d / "ckpt/_actor").mkdir(parents=True) or dict(ckpt__load_enable=True),
+        ["--ckpt.load_enable: --ckpt.path ", "has no checkpoint in "],
+    ),
+    "a resume of a checkpoint that is cut off": (
+        lambda d, m: checkpoint("global_step2")(d, m) | cut_off(d / "ckpt/_actor/global_step2"),
+        ["--ckpt.load_enable: no checkpoint of --ckpt.path ", "zero_pp_rank_0_mp_rank_00_optim_states.pt is cut off"],
     ),
     "a resume on a CPU of a checkpoint in bf16": (
-        checkpoint("global_step2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        checkpoint("global_step2", "bf16_"),
         ["--ds.param_dtype fp32: ", "global_step2 is in bf16; allowed: bf16"],
     ),
     "a resume in bf16 of a checkpoint in fp32": (
-        checkpoint("global_step2", "zero_pp_rank_0_mp_rank_00_optim_states.pt", ds__param_dtype="bf16"),
+        checkpoint("global_step2", ds__param_dtype="bf16"),
         ["--ds.param_dtype bf16: ", "global_step2 is in fp16 or fp32; allowed: fp16 or fp32"],
     ),
     "fp16 on a CPU": (dict(ds__param_dtype="fp16"), ["--ds.param_dtype fp16: ", "allowed: fp32, bf16"]),
@@ -725,6 +798,14 @@ WARNINGS = {
     "learning rate": (dict(actor__adam__lr=1.0), "--actor.adam.lr 1.0 is a high learning rate"),
     "one checkpoint": (dict(ckpt__max_num=1, ckpt__save_steps=5), "--ckpt.max_num 1: OpenRLHF removes the only"),
     "nothing to resume": (dict(ckpt__load_enable=True), "has no checkpoint; the run starts from step 0"),
+    "a resume without a checkpoint's name": (
+        checkpoint(None),
+        "resumes global_step2, because ",
+    ),
+    "a resume whose checkpoint is gone": (
+        checkpoint("global_step4"),
+        "ckpt/_actor/latest names 'global_step4', which does not exist",
+    ),
     "not resumed": (
         lambda d, m: checkpoint("global_step2")(d, m) | dict(ckpt__load_enable=None),
         "has checkpoints, but without --ckpt.load_enable the run ignores them",
@@ -776,6 +857,11 @@ def test_correct_flags_pass_without_a_word(directory, monkeypatch, changes):
         ("prompts.jsonl", LARGE),
         ("prompts.csv", "input,label\n1+2=,3\n"),
         ("prompts.csv", "\ufeffinput,label\n1+2=,3\n"),
+        ("prompts.csv", "input,x,x,label\n1+2=,a,b,3\n"),
+        ("prompts.jsonl", f"\ufeff{ROW}{ROW}"),
+        ("prompts.jsonl", f"\ufeff{LARGE}"),
+        ("prompts.json", f"\ufeff[{ROW}]"),
+        ("prompts.jsonl", ROW + '{"input": "\\ud835\\udfd9", "label": "3"}'),
     ],
 )
 def test_every_data_file_that_openrlhf_can_read_passes(directory, name, content):
@@ -785,8 +871,25 @@ def test_every_data_file_that_openrlhf_can_read_passes(directory, name, content)
     (directory / name).write_text(content)
     kind = {"jsonl": "json"}.get(name.split(".")[1], name.split(".")[1])
     rows = load_dataset(kind, data_files=str(directory / name), cache_dir=str(directory / "cache"))["train"]
-    assert rows[0] == {"input": "1+2=", "label": 3 if kind == "csv" else "3"}
+    assert {key: rows[0][key] for key in ("input", "label")} == {"input": "1+2=", "label": 3 if kind == "csv" else "3"}
     assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
+
+
+@pytest.mark.parametrize("name", ["prompts.parquet", "prompts.arrow", "stream.arrow", "prompts.saved", "folder"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_a_table_passes_whatever_type_of_text_and_format_it_has(directory, name, kind):
+    inputs = pyarrow.array(["1+2=", "1+3="])
+    inputs = inputs.dictionary_encode() if kind == "dictionary" else inputs.cast(kind)
+    make_table(directory / name, pyarrow.table({"input": inputs, "label": ["3", "4"]}))
+    assert said_by(argv(directory, {"data.prompt_dataset": directory / name})) == (None, [], [])
+
+
+@pytest.mark.parametrize("name", ["prompts.parquet", "prompts.arrow", "stream.arrow", "prompts.saved", "folder"])
+def test_messages_in_a_table_pass_with_a_chat_template(directory, name):
+    edit("tokenizer_config.json", chat_template="{{ messages[0].content }}")(directory / "model")
+    make_table(directory / name, pyarrow.table({"input": [MESSAGES], "label": ["3"]}))
+    changes = {"data.prompt_dataset": directory / name, "data.apply_chat_template": True, "data.max_samples": 8}
+    assert said_by(argv(directory, changes)) == (None, [], [])
 
 
 def test_the_reward_file_is_loaded_once_beside_openrlhf_and_ends_with_the_checks(directory, monkeypatch):
