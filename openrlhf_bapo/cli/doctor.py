@@ -7,18 +7,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.cli.plot import Scalars, read_newest, read_scalars
 from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.core.doctor import Finding, diagnose
 
 
-def findings_of(run: Path) -> list[Finding]:
-    """Return the findings of a run's folder.
-
-    Raises:
-        FileNotFoundError: if it has no TensorBoard scalars.
-    """
-    return diagnose({tag.removeprefix("train/"): values for tag, values in read_scalars(run).items()})
+def findings_of(scalars: Scalars) -> list[Finding]:
+    """Return the findings of a run."""
+    return diagnose({tag.removeprefix("train/"): values for tag, values in scalars.items()})
 
 
 def describe(finding: Finding) -> str:
@@ -53,11 +49,12 @@ def main(argv: list[str]) -> None:
     while True:
         for run in args.runs:
             try:
-                now = findings_of(run)
+                scalars = read_scalars(run) if run in found else read_newest(run, "diagnosed")
             except FileNotFoundError as error:
                 if args.watch is None:
                     parser.error(f"{error}; allowed: a folder with events.out.tfevents files")
                 continue  # a run that has not made its first step
+            now = findings_of(scalars)
             if args.watch is not None:
                 for line in _changes(found.get(run, []), now):
                     print(f"[{time.strftime('%H:%M:%S')}] {run}: {line}", flush=True)

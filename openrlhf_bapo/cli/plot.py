@@ -5,6 +5,7 @@ import csv
 from itertools import cycle
 from pathlib import Path
 
+from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.core.entropy_rule import QUADRANTS
 from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
@@ -73,27 +74,68 @@ class NothingToDrawError(Exception):
 _LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Read all scalars of the event files under a directory, by OpenRLHF's names: tag -> (steps, values).
+Scalars = dict[str, tuple[list[int], list[float]]]
+"""Steps and values by tag."""
 
-    A resumed run repeats the steps after its checkpoint. The values of the last time count.
+
+def read_scalars(directory: Path) -> Scalars:
+    """Read all scalars of the newest run under a directory, as `read_runs`."""
+    return read_runs(directory)[-1][1]
+
+
+def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
+    """Read all scalars of the event files under a directory, by OpenRLHF's names.
+
+    Several runs may have logged to one directory. A run that is resumed starts a file after the first step of the
+    run's other files, and repeats the steps after its checkpoint: the values of the last time count. A file that starts
+    at the first step again is of another run.
+
+    Returns:
+        (folder of the first file, scalars) of each run, the newest last.
 
     Raises:
         FileNotFoundError: if the directory has no scalars.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    by_step: dict[str, dict[int, tuple[float, float]]] = {}
-    for file in sorted(directory.rglob("events.out.tfevents.*")):
+    files = []
+    for file in directory.rglob("events.out.tfevents.*"):
         events = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
-        for tag in events.Tags()["scalars"]:
-            logged = by_step.setdefault(tag, {})
-            for event in events.Scalars(tag):
-                if event.step not in logged or event.wall_time >= logged[event.step][0]:
-                    logged[event.step] = event.wall_time, event.value
-    scalars = {tag: (sorted(logged), [logged[step][1] for step in sorted(logged)]) for tag, logged in by_step.items()}
-    if not scalars:
+        if logged := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}:
+            files.append((min(events[0].wall_time for events in logged.values()), file, logged))
+    runs: list[tuple[Path, dict[str, dict[int, tuple[float, float]]]]] = []
+    for _, file, logged in sorted(files, key=lambda found: found[:2]):
+        steps = {
+            tag: {event.step: (event.wall_time, event.value) for event in events} for tag, events in logged.items()
+        }
+        if (run := _continued(steps, [run for _, run in runs])) is None:
+            runs.append((file.parent, run := {}))
+        for tag, by_step in steps.items():
+            known = run.setdefault(tag, {})
+            known |= {step: found for step, found in by_step.items() if step not in known or found[0] >= known[step][0]}
+    if not runs:
         raise FileNotFoundError(f"no TensorBoard scalars under {directory}")
+    return [(folder, _by_openrlhfs_names(run)) for folder, run in runs]
+
+
+def _continued(steps: dict, runs: list[dict]) -> dict | None:
+    """Return the run that a file goes on with: a run that has reached the file's first step, else the newest."""
+    found = []
+    for place, run in enumerate(runs):
+        common = steps.keys() & run.keys()
+        # Evaluations may be logged before the first step.
+        common = {tag for tag in common if not tag.startswith(("eval/", "val"))} or common
+        first, start, end = (
+            edge(edge(of[tag]) for tag in common) if common else 0
+            for edge, of in ((min, steps), (min, run), (max, run))
+        )
+        if not common or first > start:
+            found.append((end + 1 >= first, place, run))
+    return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _by_openrlhfs_names(by_step: dict[str, dict[int, tuple[float, float]]]) -> Scalars:
+    scalars = {tag: (sorted(logged), [logged[step][1] for step in sorted(logged)]) for tag, logged in by_step.items()}
     of_verl = [tag for tag in scalars if tag.startswith(("actor/bapo/", "actor/entropy/", "actor/offpolicy/"))]
     names = _ELSEWHERE | {tag: tag.replace("actor", "train", 1) for tag in of_verl}
     for name, ours in names.items():
@@ -102,11 +144,28 @@ def read_scalars(directory: Path) -> dict[str, tuple[list[int], list[float]]]:
     return scalars
 
 
+def read_newest(directory: Path, done: str) -> Scalars:
+    """Read the newest run under a directory; if there are others, a line on stderr says so.
+
+    Args:
+        directory: as in `read_runs`.
+        done: what the caller does with a run, such as "drawn".
+    """
+    *others, (folder, scalars) = read_runs(directory)
+    if others:
+        names = ", ".join(dict.fromkeys(str(other) for other, _ in others))
+        warn(
+            f"{directory}: has {len(others) + 1} runs; only the newest is {done}, which began in {folder}; the others "
+            f"began in {names}"
+        )
+    return scalars
+
+
 def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> None:
     """Write the curves as a PNG. A group of several runs is their mean, in a band from the lowest to the highest.
 
     Args:
-        groups: scalars of runs, from `read_scalars`, by label.
+        groups: scalars of runs, from `read_newest`, by label.
         target: the search's target share, drawn as a line; None: no line.
         output: path of the PNG.
 
@@ -202,7 +261,7 @@ def main(argv: list[str]) -> None:
         label, _, folder = run.rpartition("=") if not Path(run).exists() else ("", "", run)
         path = Path(folder)
         try:
-            scalars = read_scalars(path)
+            scalars = read_newest(path, "drawn")
         except FileNotFoundError as error:
             parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
         groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)

@@ -175,9 +175,24 @@ class Finding(NamedTuple):
 
 def diagnose(scalars: Scalars) -> list[Finding]:
     """Return what is wrong with a run now, the most important first, then what is unusual."""
-    found = [finding for check in CHECKS if (finding := _find(check, scalars))]
+    found = [
+        finding for metric in dict.fromkeys(check.metric for check in CHECKS) if (finding := _gone(metric, scalars))
+    ]
+    gone = {finding.metric for finding in found}
+    found += [finding for check in CHECKS if check.metric not in gone and (finding := _find(check, scalars))]
     found += [finding for finding in (_unread(scalars), _waits_for_ranks(scalars)) if finding]
     return sorted(found, key=lambda finding: not finding.is_wrong)
+
+
+def _gone(metric: str, scalars: Scalars) -> Finding | None:
+    """Find a metric that has no finite value in the five points of a level."""
+    steps, values = scalars.get(metric, ([], []))
+    is_finite = np.isfinite(np.asarray(values, float))
+    num_last = int(np.argmax(is_finite[::-1])) if is_finite.any() else len(values)
+    if num_last < max(1, min(5, len(values))):
+        return None
+    text = f"the last {num_last} values are not finite ({values[-1]})"
+    return Finding(True, steps[-num_last], metric, text, REMEDIES["offpolicy/nonfinite_tokens"])
 
 
 def _find(check: Check, scalars: Scalars) -> Finding | None:

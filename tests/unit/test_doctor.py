@@ -113,6 +113,17 @@ def test_what_was_wrong_and_is_no_longer_is_not_found_and_non_finite_values_do_n
     assert (found.is_wrong, found.since) == (True, 36)  # of the finite values the third, a mean of 0.56
 
 
+@pytest.mark.parametrize("metric", CASES)
+def test_a_metric_without_a_finite_value_any_more_is_wrong_since_the_first_of_them(metric):
+    name = metric.replace("/", "__")
+    (found,) = diagnose(run_of(**{name: [math.nan] * 18 + [math.inf, math.nan]}))
+    assert (found.metric, found.is_wrong, found.since) == (metric, True, 21) and found.remedy
+    assert found.text == "the last 20 values are not finite (nan)"
+    (found,) = diagnose(run_of(3, **{name: [math.nan] * 3}))
+    assert (found.metric, found.since) == (metric, 1)
+    assert diagnose(run_of(**{name: [math.nan] * 4})) == []  # a level is of five
+
+
 def test_wrong_findings_come_before_unusual_ones():
     found = diagnose(run_of(offpolicy__nonfinite_tokens=[3.0], bapo__clip_frac_positive=[0.3] * 6))
     assert [finding.is_wrong for finding in found] == [True, False]  # the other way round in CHECKS
@@ -173,6 +184,23 @@ def test_a_mistake_is_one_line(flags, said, tmp_path, monkeypatch, capsys):
         command.main(flags)
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error and len(error.splitlines()) == 1
+
+
+def test_of_two_runs_in_one_folder_the_newest_is_diagnosed_and_a_line_says_so(tmp_path, capsys):
+    bad, good = run_of(offpolicy__ess=[0.3] * 5), run_of(30)
+    for name, run in (("ppo_1", bad), ("ppo_2", good)):
+        write(tmp_path / name, run)
+    with pytest.raises(SystemExit) as end:
+        command.main([str(tmp_path)])
+    said = capsys.readouterr()
+    assert not end.value.code and said.out == f"{tmp_path}: nothing found\n"
+    assert said.err == (
+        f"openrlhf-bapo: warning: {tmp_path}: has 2 runs; only the newest is diagnosed, which began in "
+        f"{tmp_path}/ppo_2; the others began in {tmp_path}/ppo_1\n"
+    )
+    with pytest.raises(SystemExit) as end:
+        command.main([str(tmp_path / "ppo_1")])
+    assert end.value.code == 1 and capsys.readouterr().err == ""
 
 
 def test_watch_prints_what_comes_and_what_goes_while_a_run_goes_on(tmp_path):

@@ -51,6 +51,36 @@ def test_of_a_step_that_a_resumed_run_repeated_the_last_value_counts(tmp_path, b
     assert plot.read_scalars(tmp_path)["train/rollout/reward_mean"] == (list(range(8)), [0, 1, 2, 53, 54, 55, 56, 57])
 
 
+def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
+    # (folder, first step, last step), in the order of time; logs at 0 are an evaluation's.
+    files = [
+        ("a", 1, 9),  # 0: a run
+        ("b", 1, 3),  # 1: another
+        ("a", 7, 12),  # the first, resumed; the second had not got there
+        ("c", 4, 6),  # the second, resumed
+        ("c", 2, 5),  # again, from an earlier checkpoint
+        ("d", 20, 21),  # the newest with these steps before it, whose last steps were never written
+        ("c", 1, 2),  # 2: a third
+    ]
+    for time, (folder, first, last) in enumerate(files):
+        writer = SummaryWriter(tmp_path / folder, filename_suffix=f".{time}")
+        if first == 1:
+            writer.add_scalar("eval/eval_sums_pass1", 0.5, 0, walltime=100 * time)
+        for step in range(first, last + 1):
+            writer.add_scalar("train/rollout/reward_mean", time, step, walltime=100 * time + step)
+        writer.close()
+    runs = plot.read_runs(tmp_path)
+    found = [(folder.name, dict(zip(*run["train/rollout/reward_mean"], strict=True))) for folder, run in runs]
+    assert found == [
+        ("a", dict.fromkeys(range(1, 7), 0) | dict.fromkeys(range(7, 13), 2)),
+        ("b", {1: 1} | dict.fromkeys(range(2, 6), 4) | {6: 3, 20: 5, 21: 5}),
+        ("c", {1: 6, 2: 6}),
+    ]
+    plot.main([str(tmp_path), "-o", str(tmp_path / "curves.png")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}: has 3 runs; only the newest is drawn, which began in {tmp_path}/c; the others began in" in line
+
+
 def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
     for name, offset, num_steps in (("a", 0.0, 5), ("b", 2.0, 4), ("c", 10.0, 5)):
         log(tmp_path / name, offset, num_steps)
