@@ -13,7 +13,7 @@ that reaches the target. If no point reaches it, the last point is used and the 
 One pass over the tokens gives both sums at every point: sort each token into the bucket between two grid points that
 holds its ratio, and add up m |A| r and m |A| per bucket and side. This tally is a small tensor. It adds over
 micro-batches and is all-reduced once over data-parallel ranks, so the result does not depend on how the update was
-split. Nothing here waits for a GPU.
+split. Only `find_clip_bounds` waits for a GPU.
 """
 
 import functools
@@ -153,8 +153,9 @@ def tally_by_grid(
     bucket += torch.arange(bucket.numel(), device=ratio.device) % num_lanes * num_buckets
     size = advantages.double().abs() * mask
     values = torch.stack([size * ratio, size, torch.ones_like(size)] + ([] if extra is None else [extra.flatten()]))
-    # Masked tokens, and tokens with A = 0, add zeros to an arbitrary bucket.
+    # Masked tokens, and tokens with A = 0, add zeros to an arbitrary bucket. A weight below 0 has no meaning.
     values = torch.where((mask > 0) & (advantages != 0), values, 0.0)
+    values = torch.where(mask >= 0, values, torch.nan)
     sums = values.new_zeros(len(values), num_lanes * num_buckets).index_add_(1, bucket, values)
     return ContributionTally(sums.view(len(values), num_lanes, num_buckets).sum(1))
 
@@ -235,6 +236,16 @@ def find_clip_bounds(
     """Return the bounds for the tokens of all ranks of `group` (None: of this process alone).
 
     Shapes as in `tally_contributions`. Every rank of `group` must call, even without tokens.
+
+    Raises:
+        ValueError: on every rank, if a token has a ratio or an advantage that is not finite, or a weight that is not 0
+            or more.
     """
     tally = tally_contributions(ratio, advantages, mask, config)
-    return solve_clip_bounds(tally if group is None else tally.all_reduce(group), config)
+    tally = tally if group is None else tally.all_reduce(group)
+    if not bool(tally.sums.isfinite().all()):
+        raise ValueError(
+            "ratio, advantages and mask are not allowed: a token has a ratio or an advantage that is not finite, or a "
+            "weight below 0; give tokens that should not count a mask of 0"
+        )
+    return solve_clip_bounds(tally, config)

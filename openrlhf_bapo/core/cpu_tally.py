@@ -45,7 +45,12 @@ class Edges:
 def tally_on_cpu(
     ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, edges: Edges
 ) -> torch.Tensor | None:
-    """Return `ContributionTally.sums` of these tokens [num_tokens]; None if a sum is not finite (NaN under a mask)."""
+    """Return `ContributionTally.sums` of these tokens [num_tokens].
+
+    None if a sum is not finite (NaN under a mask), or a weight is below 0.
+    """
+    if mask.dtype != torch.bool and bool(mask.amin() < 0):
+        return None
     blocks = zip(*(x.split(_BLOCK_TOKENS) for x in (ratio, advantages, mask)), strict=True)
     sums = functools.reduce(np.add, (_sums_of_block(edges, *block) for block in blocks))
     return torch.from_numpy(np.abs(sums)) if math.isfinite(sums.sum()) else None

@@ -97,6 +97,36 @@ def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, config, ga
     assert equal(find_clip_bounds(*two_dim, config), plain, rel=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 8, clip_bounds._FEW_TOKENS, clip_bounds._FEW_TOKENS + 1, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("ratio", "advantages") for value in (math.nan, math.inf)),
+        ("advantages", -math.inf),
+        ("mask", -1.0),
+        ("mask", -1e-3),
+        ("mask", math.nan),
+    ],
+)
+def test_a_token_that_is_not_finite_or_weighs_less_than_0_is_refused_at_every_size_unless_it_is_masked(
+    size, dtype, name, value
+):
+    generator = torch.Generator().manual_seed(size)
+    given_ = dict(
+        ratio=(0.5 * torch.randn(size, generator=generator)).exp(),
+        advantages=torch.randn(size, generator=generator),
+        mask=torch.rand(size, generator=generator),
+    )
+    given_ = {name: column.to(dtype) for name, column in given_.items()}
+    find_clip_bounds(**given_, config=ClipConfig())
+    given_[name][size // 2] = value
+    with pytest.raises(ValueError, match=r"not finite, or a weight below 0; .* a mask of 0$"):
+        find_clip_bounds(**given_, config=ClipConfig())
+    given_["mask"][size // 2] = 0.0
+    find_clip_bounds(**given_, config=ClipConfig())
+
+
 @given(tokens(min_size=1), clip_configs(contribution="gradient", target_kind="share"))
 def test_share_is_monotone_along_the_path_for_gradient(token_list, config):
     active = [token for token in token_list if token[2] > 0]
@@ -247,7 +277,7 @@ def assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config) ->
                 patch.setattr(clip_bounds, "_FEW_TOKENS", few)
                 found.append(tally().sums)
         torch.testing.assert_close(*found, rtol=1e-12, atol=0, equal_nan=True)
-        assert torch.equal(found[0][2], found[1][2])
+        torch.testing.assert_close(found[0][2], found[1][2], rtol=0, atol=0, equal_nan=True)
 
 
 FINE = ClipConfig(ratio_lower_step=0.001, ratio_upper_max=900.0, ratio_upper_step=1.0)  # bounds close together, and far
@@ -271,7 +301,7 @@ def test_a_tally_on_a_cpu_has_the_sums_of_the_general_one(token_list, config, dt
     garbage = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
     for i in data.draw(st.lists(st.integers(0, len(ratio) - 1), max_size=3)):
         ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
-        mask[i] = data.draw(st.sampled_from([0.0, math.nan]))
+        mask[i] = data.draw(st.sampled_from([0.0, math.nan, -1.0]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_tally, "_BLOCK_TOKENS", num_a_block)
         assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
