@@ -231,6 +231,17 @@ class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modifi
         super().init_model_from_pretrained(strategy, *args, **kwargs)
         _load_saved_rule(self.trainer.actor_loss_fn.rule, strategy.args, strategy.checkpoint)
 
+    def append(self, experience: Experience) -> None:
+        """Take an experience. A group of equal rewards gets advantages of exactly 0.
+
+        Molt's GRPO divides the rounding of their mean by the deviation, which is rounding too: 0.92 for eight of 0.7.
+        """
+        std = experience.info.get("group_reward_std") if experience.info else None
+        if std is not None and self.strategy.args.algo.advantage.estimator == "grpo":
+            is_equal = std <= 1e-6 * experience.rewards.abs().clamp(min=1)
+            experience.advantages = torch.where(is_equal[:, None], 0.0, experience.advantages)
+        super().append(experience)
+
     def save_checkpoint(self, tag: str, *args: Any, **kwargs: Any) -> None:
         """Write the rule's state, and Molt's checkpoint around it."""
         if self.strategy.is_rank_0():
@@ -245,10 +256,12 @@ def _saved_rule(*checkpoint: str) -> Path:
 def _load_saved_rule(rule: ClipRule, args: Any, checkpoints: CheckpointManager) -> None:
     """Let the rule go on from the checkpoint that `--ckpt.load_enable` resumes, if it follows earlier steps.
 
+    With LOAD_MODEL_ONLY=1, Molt loads nothing but the weights, and neither is the rule's state.
+
     Raises:
         SavedStateError: if the state there is damaged, or of a rule with other settings.
     """
-    if args.ckpt.load_enable and rule.follows_updates:
+    if args.ckpt.load_enable and rule.follows_updates and os.environ.get("LOAD_MODEL_ONLY", "0") != "1":
         if loaded := checkpoints._resolve_ckpt_load_dir(os.path.join(args.ckpt.path, "_actor")):
             load_rule(rule, _saved_rule(loaded))
 

@@ -122,10 +122,11 @@ class _Update:
         self.entropy_rule = EntropyRule()
         self.offpolicy_tally: OffPolicyTally | None = None
 
-    def close(self) -> None:
+    def close(self, is_skipped: bool = False) -> None:
         """Close the rule's update with the tallies of all data-parallel ranks."""
         assert self.group is not None
-        self.closed.append(self.rule.close_update(partial(ContributionTally.all_reduce, group=self.group)))
+        all_reduce = partial(ContributionTally.all_reduce, group=self.group)
+        self.closed.append(self.rule.close_update(all_reduce, is_skipped))
 
     def tally_offpolicy(self, tokens: Tokens) -> None:
         """Add a micro-batch; verl's loss does not know the staleness of its tokens."""
@@ -230,6 +231,7 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
 
     _rule: ClipRule | None = None  # known from the first optimizer step on
     _resumed: Path | None = None  # the saved state that the next optimizer step loads
+    _is_skipped = False  # whether verl has skipped the last optimizer step
 
     def train_batch(self, data: TensorDict, loss_function: partial) -> dict:
         """Make verl's optimizer step, and close the rule's update before or after it, as the rule needs."""
@@ -246,12 +248,18 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
             update.close()
         outputs = super().train_batch(data, loss_function)
         if not rule.needs_tally_first:
-            update.close()
-        update.entropy_rule.close_update()
+            update.close(self._is_skipped)
+        update.entropy_rule.close_update(self._is_skipped)
         metrics = update.entropy_rule.take_metrics(update.sum_over_ranks) | update.take_offpolicy_metrics()
         closed, update.closed, update.group = update.closed, [], None
         outputs["metrics"] |= {name: [value] for name, value in (bounds_metrics(closed) | metrics).items()}
         return outputs
+
+    def optimizer_step(self) -> float:
+        """Make verl's optimizer step, which it skips if a gradient is not finite."""
+        norm = super().optimizer_step()
+        self._is_skipped = not math.isfinite(norm)
+        return norm
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Write verl's checkpoint, and the rule's state beside it."""

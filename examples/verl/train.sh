@@ -4,7 +4,7 @@
 # Arguments are settings of verl: bash examples/verl/train.sh actor_rollout_ref.actor.policy_loss.preset=steady
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
-exec python -m verl.trainer.main_ppo --config-path "$here" --config-name bapo \
+exec python -m openrlhf_bapo.verl_main --config-path "$here" --config-name bapo \
   data.train_files="${DATA:-$HOME/data/gsm8k}/train.parquet" data.val_files="${DATA:-$HOME/data/gsm8k}/test.parquet" \
   data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=1024 \
   actor_rollout_ref.model.path="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" "$@"

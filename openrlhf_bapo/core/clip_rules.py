@@ -149,17 +149,28 @@ class ClipRule(ABC):
         part = self._tally(tokens)
         self._sums = part if self._sums is None else self._sums + part
 
-    def close_update(self, all_reduce: Callable[[ContributionTally], ContributionTally] | None = None) -> UpdateBounds:
+    def close_update(
+        self,
+        all_reduce: Callable[[ContributionTally], ContributionTally] | None = None,
+        is_skipped: bool = False,
+    ) -> UpdateBounds:
         """Close the running update with all that was tallied, and choose the next bounds.
 
-        Every rank must call it for the same updates. At least one micro-batch has been tallied.
+        Every rank must call it for the same updates. At least one micro-batch has been tallied. If a token has a value
+        that is not finite, or a weight below 0, the update's shares are NaN, and a rule that follows updates stays as
+        it was. `leave_out_nonfinite` (core/rule_loss.py) masks such tokens.
 
         Args:
             all_reduce: adds a tally over all ranks; None: this process alone.
+            is_skipped: whether the optimizer step was skipped, so that what follows earlier updates stays as it was.
         """
         sums, self._sums = self._sums, None
         assert sums is not None, "nothing was tallied"
-        return self._update(sums if all_reduce is None else all_reduce(sums))
+        before = self.state_dict() if is_skipped else {}
+        closed = self._update(sums if all_reduce is None else all_reduce(sums))
+        if is_skipped and self.follows_updates:
+            self.load_state_dict(before)
+        return closed
 
     @property
     def has_open_update(self) -> bool:

@@ -42,12 +42,16 @@ class ClipRuleLoss:
         with self._timed():
             self.rule.tally(tokens)
 
-    def close_update(self) -> None:
-        """Close the running update, if anything was tallied; every rank must call."""
+    def close_update(self, is_skipped: bool = False) -> None:
+        """Close the running update, if anything was tallied; every rank must call.
+
+        Args:
+            is_skipped: as in `ClipRule.close_update`.
+        """
         if not self.rule.has_open_update:
             return
         with self._timed():
-            self.updates.append(self.rule.close_update(self._all_reduce))
+            self.updates.append(self.rule.close_update(self._all_reduce, is_skipped))
         self._is_tallied = self.rule.needs_tally_first
 
     def search_in_each_call(self) -> None:

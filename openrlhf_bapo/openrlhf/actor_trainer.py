@@ -122,6 +122,8 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
     def _note_update(self, is_skipped: bool) -> None:
         if self._rule is not None:
             self.actor_loss_fn.entropy_rule.close_update(is_skipped)
+            if is_skipped and not self._rule.needs_tally_first:
+                self.actor_loss_fn.close_update(is_skipped)  # now, and not before the next update
         self._num_skipped_in_a_row = self._num_skipped_in_a_row + 1 if is_skipped else 0
         most = self.args.bapo.max_skipped_updates
         # In fp16 DeepSpeed finds its loss scale by skipping updates.

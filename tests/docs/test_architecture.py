@@ -43,12 +43,14 @@ def test_imports_go_from_cli_to_command_to_seams_to_core(file):
         assert roots <= {"openrlhf_bapo"} | LIBRARIES[layer] | set(sys.stdlib_module_names)
         ours = {name for name in found if name.startswith("openrlhf_bapo")}
         assert all(f"{name}.".startswith(f"openrlhf_bapo.{layer}.") for name in ours), ours
-    if layer in ("trl.py", "trl_async.py", "verl.py", "molt.py"):
+    if layer in ("trl.py", "trl_async.py", "verl.py", "verl_main.py", "molt.py"):
         framework = layer[:-3].split("_")[0]
-        libraries = {"torch", "tensordict"} | ({"ray"} if framework == "molt" else set())
+        libraries = {"torch", "tensordict"} | {"molt.py": {"ray"}, "verl_main.py": {"omegaconf", "ray"}}.get(
+            layer, set()
+        )
         assert roots <= {"openrlhf_bapo", framework} | libraries | set(sys.stdlib_module_names)
-        of_the_command = ("command.loss_flags", "command.mistakes") if framework == "molt" else ()
-        allowed = tuple(f"openrlhf_bapo.{part}" for part in ("core.", framework, *of_the_command))
+        of_the_command = {"molt.py": ("command.loss_flags", "command.mistakes"), "verl_main.py": ("command.mistakes",)}
+        allowed = tuple(f"openrlhf_bapo.{part}" for part in ("core.", framework, *of_the_command.get(layer, ())))
         ours = {name for name in found if name.startswith("openrlhf_bapo.")}
         assert all(f"{name}.".startswith(allowed) for name in ours), ours
     if layer in ALLOWED:

@@ -19,6 +19,7 @@ from molt.cli import train_rl_ray
 from molt.models import PolicyLoss
 from molt.models.loss import ppo_policy_loss
 from molt.trainer import vllm  # noqa: F401  # which the command would import in every case
+from molt.trainer.algorithm.advantage import AdvantageContext, get_advantage_estimator
 from molt.trainer.algorithm.experience import Experience
 from molt.trainer.workers import policy_actor
 from molt.utils import get_strategy
@@ -132,8 +133,11 @@ def tokens_of(directory, samples, weights) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat([part[0] for part in column]) for column in zip(*parts, strict=True))
 
 
-def experience(index, sample, action_log_probs) -> Experience:
-    """What Molt's generator and experience maker make of a sample; its reward is its index."""
+def experience(index, sample, action_log_probs, std: float | None = None) -> Experience:
+    """What Molt's generator and experience maker make of a sample; its reward is its index.
+
+    `std` is the deviation of its group's rewards.
+    """
     lengths = sample["mask"].sum(1)
     return Experience(
         sequences=sample["sequences"],
@@ -146,10 +150,11 @@ def experience(index, sample, action_log_probs) -> Experience:
         response_length=lengths.float(),
         total_length=torch.tensor([float(sample["sequences"].size(1))]),
         index=[0],
+        info={} if std is None else {"group_reward_std": torch.tensor([std])},
     )
 
 
-def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, save=False):
+def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, save=False, std=None):
     """Train on the samples again and again: for each optimizer step (weights before it, indices of its samples).
 
     Returns these, the status of each rollout, the number of forward passes, and the last weights.
@@ -195,7 +200,7 @@ def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, sa
         here = range(rank, NUM_SAMPLES, world_size)
         model = load(directory, before[-1])
         for index in here:
-            actor.append(experience(index, samples[index], log_probs(model, samples[index])))
+            actor.append(experience(index, samples[index], log_probs(model, samples[index]), std))
         num_forwards.clear()
         statuses.append(actor.fit(0.0) | {"num_forwards": len(num_forwards)})
         if save:
@@ -338,6 +343,41 @@ def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(d
             parse([*ours, *given, "--ckpt.load_enable"])
         error = capsys.readouterr().err
         assert exit_.value.code == 2 and error.count("\n") == 1 and said in error, error
+
+
+def test_a_resume_of_the_weights_alone_starts_the_rule_again_whatever_rule_the_checkpoint_has(
+    directory, samples, tmp_path, monkeypatch, capsys
+):
+    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
+    started = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+    monkeypatch.setenv("LOAD_MODEL_ONLY", "1")
+    capsys.readouterr()
+    parse([*ours, "--bapo.smoothing_of", "tally", "--ckpt.load_enable"])
+    assert capsys.readouterr().err == ""
+    resumed = on_ranks(2, train, parse([*ours, "--ckpt.load_enable"]), directory, samples, first=1)
+    assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in started[0][2].items())
+    assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, resumed)
+
+
+def test_a_group_of_equal_rewards_trains_nothing(directory, samples):
+    rewards = torch.tensor([0.7] * 8 + [10.1] * 8)
+    groups = [list(range(8)), list(range(8, 16))]
+    masks = [torch.ones(16, 1)]
+    context = AdvantageContext(
+        sample_to_rollout=torch.arange(16), exp_len=[16], action_masks=masks, kl_coef=0.0, gamma=1.0, lam=1.0, kls=masks
+    )
+    (advantages,), _ = get_advantage_estimator("grpo")(rewards, groups, context)
+    assert advantages.abs().min() > 0.9  # rounding alone
+    spreads = [rewards[group].std().item() for group in groups]
+    argv = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--algo.advantage.estimator", "grpo"]
+
+    def moved(std: float, *more: str) -> bool:
+        ((steps, _, after),) = on_ranks(1, train, parse([*argv, *more]), directory, samples, num_rollouts=1, std=std)
+        before = steps[0][0]
+        return any(not torch.equal(before[name], weight) for name, weight in after.items())
+
+    assert not any(map(moved, spreads)) and moved(0.01)
+    assert moved(0.0, "--algo.advantage.estimator", "reinforce")  # whose groups are of one
 
 
 def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):

@@ -10,6 +10,7 @@ from functools import partial
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
 
+import numpy as np
 import pipeline
 import presets
 import pytest
@@ -49,6 +50,7 @@ from openrlhf_bapo.core.clip_config import SmoothingConfig
 from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds, Tokens
 from openrlhf_bapo.core.entropy_rule import EntropyRule
 from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.core.saved_rule import save_rule
 from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo
 
 NUM_SAMPLES, NUM_STEPS = 16, 3
@@ -130,10 +132,22 @@ def plain(metric):
     return metric.values if isinstance(metric, Metric) else float(metric)
 
 
-def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting, saved=None, first=0, **overrides):
+def train(
+    rank,
+    directory,
+    batch,
+    policy_loss,
+    micro_batch_size=4,
+    make=Counting,
+    saved=None,
+    first=0,
+    skipped=None,
+    **overrides,
+):
     """Optimizer steps on this rank's part of a batch: (weights before, metrics) of each, then the last weights.
 
     With `saved`, a folder, each step is saved there; `first` is the step whose checkpoint a run resumes, 0 for none.
+    The gradient of step `skipped` is not finite, so that verl skips it.
     """
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss(), **overrides
@@ -153,7 +167,10 @@ def train(rank, directory, batch, policy_loss, micro_batch_size=4, make=Counting
         engine.load_checkpoint(f"{saved}/{first}", del_local_after_load=False)
     for number in range(first, NUM_STEPS):
         before = {name: value.clone() for name, value in engine.get_per_tensor_param()[0]}
-        data = left_right_2_no_padding(TensorDict({name: x.clone() for name, x in rows.items()}, batch_size=size))
+        data = {name: x.clone() for name, x in rows.items()}
+        if number == skipped:
+            data["rollout_is_weights"][-1] = math.nan
+        data = left_right_2_no_padding(TensorDict(data, batch_size=size))
         tensordict_utils.assign_non_tensor(
             data,
             use_remove_padding=False,
@@ -338,6 +355,97 @@ def test_a_resumed_engine_goes_on_with_the_rules_state_of_its_checkpoint(directo
             assert len({str(metrics[name]) for _, metrics in before[:-1]}) == NUM_STEPS
             for tensor, value in before[-1][0].items():
                 assert torch.allclose(after[-1][0][tensor], value, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (dict(search=SEARCH, smoothing=dict(half_life=2.0)), "bapo/clip_high"),
+        (dict(search=SEARCH, smoothing=dict(half_life=2.0, of="tally")), "bapo/clip_high"),
+        (dict(rule="balanced", rule_settings=dict(half_life=2.0, target=0.9)), "bapo/negative_weight"),
+    ],
+    ids=["bounds", "tally", "balanced"],
+)
+def test_an_optimizer_step_that_verl_skips_leaves_no_trace_in_a_rule_that_follows_steps(
+    directory, batch, settings, name
+):
+    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", **settings)
+    expected = on_ranks(2, train, directory, batch, policy_loss)
+    found = on_ranks(2, train, directory, batch, policy_loss, skipped=1)
+    for unbroken, (first, second, third, last) in zip(expected, found, strict=True):
+        assert not math.isfinite(second[1]["grad_norm"])
+        assert all(torch.equal(second[0][tensor], weight) for tensor, weight in third[0].items())
+        assert "entropy/predicted_change" not in second[1]
+        # The third step is the second of the run without the skipped one.
+        for (_, ours), (_, theirs) in ((first, unbroken[0]), (third, unbroken[1])):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+        for tensor, weight in unbroken[2][0].items():
+            assert torch.allclose(last[0][tensor], weight, atol=1e-3), tensor  # a step earlier in the schedule
+
+
+def one_line_of(argv: list[str], monkeypatch, capsys) -> tuple[int | None, str]:
+    """Exit code (None: Ray would start) and errors of our command."""
+    from openrlhf_bapo import verl_main
+
+    started = []
+    with monkeypatch.context() as patch:
+        patch.setattr(verl_main.main_ppo, "validate_config", validate_config)  # both are put back
+        patch.setattr(verl_main.main_ppo, "run_ppo", lambda _, runner: started.append(runner))
+        example = str(pipeline.REPOSITORY / "examples/verl")
+        patch.setattr(sys, "argv", ["verl_main", "--config-path", example, "--config-name", "bapo", *argv])
+        capsys.readouterr()
+        try:
+            verl_main.main()
+            code = None
+        except SystemExit as exit_:
+            code = exit_.code
+    assert started == ([verl_main.TaskRunner] if code is None else [])
+    return code, capsys.readouterr().err
+
+
+def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in_one_line_before_ray_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    loss = "actor_rollout_ref.actor.policy_loss"
+    ours = ["data.train_files=a", "data.val_files=b", f"hydra.run.dir={tmp_path}", f"{loss}.preset=paper"]
+    steady = [*ours, f"{loss}.smoothing={{half_life: 2}}"]
+    assert one_line_of(steady, monkeypatch, capsys) == (None, "")
+    saved = tmp_path / "checkpoints/global_step_1"
+    rule = BapoPolicyLossConfig(loss_mode="bapo", preset="paper", smoothing=dict(half_life=2.0)).update.rule
+    save_rule(rule, saved / "actor/clip_rule_rank_0")
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+    found = f"trainer.default_local_dir={tmp_path}/checkpoints"
+    given = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    for resume in ([found], ["trainer.default_local_dir=checkpoints"], given):
+        assert one_line_of([*steady, *resume], monkeypatch, capsys) == (None, "")
+        code, error = one_line_of([*steady, *resume, f"{loss}.preset=readme"], monkeypatch, capsys)
+        assert code == 2 and error.count("\n") == 1 and "but this run has config " in error, error
+    assert one_line_of([*ours, found], monkeypatch, capsys) == (None, "")  # a search follows no steps
+    other = [*steady, found, f"{loss}.preset=readme", "trainer.resume_mode=disable"]
+    assert one_line_of(other, monkeypatch, capsys) == (None, "")
+    for wrong, said in (
+        (f"{loss}.preset=mine", "preset 'mine' is unknown"),
+        (f"+{loss}.presett=paper", "unexpected keyword argument 'presett'"),
+    ):
+        code, error = one_line_of([*ours, wrong], monkeypatch, capsys)
+        assert code == 2 and error.count("\n") == 1 and said in error, error
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized"])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_0_and_the_others_are_verls(name):
+    from openrlhf_bapo.verl_main import with_exact_zeros
+
+    estimator = core_algos.get_adv_estimator_fn(name)
+    scores = torch.tensor([0.7] * 8 + [0.7, 0.1] * 4 + [10.1] * 8 + [0.3])
+    mask = torch.ones(len(scores), 3)
+    mask[::2, 2] = 0
+    given = dict(token_level_rewards=scores[:, None] * torch.tensor([0.0, 1.0, 0.0]), response_mask=mask)
+    given["index"] = np.array(["a"] * 8 + ["b"] * 8 + ["c"] * 8 + ["d"])
+    theirs, ours = estimator(**given)[0], with_exact_zeros(estimator)(**given)[0]
+    assert theirs[:8].abs().max() > 0.05 and theirs[16:24].abs().max() > 0.4
+    assert (ours[:8] == 0).all() and (ours[16:24] == 0).all()
+    assert torch.equal(ours[8:16], theirs[8:16]) and torch.equal(ours[24:], theirs[24:])
 
 
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, batch):

@@ -105,8 +105,10 @@ def with_reference(some: list, value: float = 0.0) -> list:
         # DeepSpeed's optimizer for bf16 with fp32 sums, which has added up the micro-batches.
         dict(ds__zero_stage=1, precision="bf16", ds__grad_accum_dtype="fp32", train__micro_batch_size=1),
         dict(ds__zero_stage=2, train__dynamic_batch_enable=True, train__max_tokens_per_gpu=60),
+        dict(ds__zero_stage=2, bapo__smoothing=1),
+        dict(ds__zero_stage=2, policy_loss="balanced", balanced__half_life=1),
     ],
-    ids=["2", "3", "0", "0 in bf16", "1 in bf16", "dynamic"],
+    ids=["2", "3", "0", "0 in bf16", "1 in bf16", "dynamic", "steady", "balanced"],
 )
 def test_an_update_whose_loss_is_not_finite_on_one_rank_is_skipped_on_all_and_leaves_no_trace(directory, flags):
     # The unbiased gradient of the KL loss takes the ratio, which is NaN on rank 1 in the first training step alone.

@@ -1,0 +1,104 @@
+"""verl's command with our checks: `python -m openrlhf_bapo.verl_main` has the settings of `verl.trainer.main_ppo`.
+
+A policy loss whose settings are not allowed, and a checkpoint of another rule, end it in one line before Ray starts. In
+GRPO, a group of equal rewards has advantages of exactly 0. In verl, eight rewards of 0.7 have 0.056 each, because the
+rounding of their mean is divided by 1e-6.
+"""
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer import main_ppo
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.core.saved_pool import SavedStateError, has_saved_state
+from openrlhf_bapo.core.saved_rule import load_rule
+from openrlhf_bapo.verl import BapoPolicyLossConfig
+
+GRPO = ("grpo", "grpo_vectorized")
+"""verl's estimators that divide by a group's deviation."""
+
+
+def with_exact_zeros(estimator: Callable) -> Callable:
+    """Return an estimator of verl that takes the rewards of a group of equal rewards for 0, as their deviations are."""
+
+    @functools.wraps(estimator)
+    def compute(*, token_level_rewards: torch.Tensor, index: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards, groups = token_level_rewards.clone(), defaultdict(list)
+        for row, group in enumerate(index):
+            groups[group].append(row)
+        scores = rewards.sum(-1)
+        for rows in groups.values():
+            # verl leaves the reward of a group of one as it is.
+            if len(rows) > 1 and bool((scores[rows] == scores[rows[0]]).all()):
+                rewards[rows] = 0.0
+        return estimator(token_level_rewards=rewards, index=index, **kwargs)
+
+    return compute
+
+
+class _TaskRunner(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in GRPO:
+            ADV_ESTIMATOR_REGISTRY[name] = with_exact_zeros(ADV_ESTIMATOR_REGISTRY[name])
+
+
+TaskRunner = ray.remote(_TaskRunner)
+"""verl's trainer, in whose process the advantages are computed."""
+
+
+def _check(config: DictConfig) -> None:
+    """Make the policy loss as each worker will, and load the rule's state that it resumes.
+
+    Raises:
+        ValueError: for a setting that is not allowed.
+        TypeError: for an unknown setting.
+        SavedStateError: for a state that is damaged, or of a rule with other settings.
+    """
+    settings = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss, resolve=True)
+    assert isinstance(settings, dict)
+    if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
+        return
+    rule = BapoPolicyLossConfig(**settings).update.rule
+    # verl's ranks have the same state. Its trainer finds the checkpoint like this.
+    folder = None
+    if config.trainer.resume_mode == "auto":
+        folder = find_latest_ckpt_path(os.path.abspath(config.trainer.default_local_dir))
+    elif config.trainer.resume_mode == "resume_path":
+        folder = config.trainer.resume_from_path
+    if folder is not None and has_saved_state(saved := Path(folder, "actor", "clip_rule_rank_0")):
+        load_rule(rule, saved)
+
+
+def main() -> None:
+    """Check, and run `verl.trainer.main_ppo`."""
+    validate, run = main_ppo.validate_config, main_ppo.run_ppo
+
+    def validate_config(config: DictConfig, **kwargs: Any) -> None:
+        try:
+            _check(config)
+        except (ValueError, TypeError, SavedStateError) as error:
+            exit_with_one_line(str(error))
+        validate(config=config, **kwargs)
+
+    def run_ppo(config: DictConfig, task_runner_class: Any) -> None:
+        run(config, TaskRunner if task_runner_class is main_ppo.TaskRunnerV1 else task_runner_class)
+
+    main_ppo.validate_config, main_ppo.run_ppo = validate_config, run_ppo
+    main_ppo.main()
+
+
+if __name__ == "__main__":
+    from openrlhf_bapo import verl_main  # Ray's workers find its classes by name, but not those of __main__
+
+    verl_main.main()
