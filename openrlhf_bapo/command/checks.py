@@ -21,6 +21,7 @@ from openrlhf_bapo.command.input_files import (
     check_model,
     check_python_file,
     check_rows,
+    check_target_modules,
     count_rows,
     is_hub_name,
     is_url,
@@ -122,7 +123,6 @@ _PACKAGES = {
     "logger.tensorboard_dir": "tensorboard",
     "use_ms": "modelscope",
     "ds.use_liger_kernel": "liger_kernel",
-    "ds.load_in_4bit": "bitsandbytes",
 }
 """Packages that flags need, by flag. OpenRLHF's installation may lack them."""
 
@@ -296,6 +296,8 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
     if config is not None:
         text = config.get_text_config()
         _refuse_first(find_clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
+        if args.ds.lora.rank and args.ds.lora.target_modules != "all-linear":
+            check_target_modules(args.ds.lora.target_modules, config)
 
 
 def load_early(args: Namespace) -> list[LoadedFile]:

@@ -28,6 +28,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
     yield from _clashes_of_data(args)
     yield from _clashes_of_replay(args)
     yield from _clashes_of_sampling(args)
+    yield from _clashes_of_adapters(args)
 
 
 def num_actor_gpus(args: Namespace) -> int:
@@ -245,3 +246,19 @@ def _clashes_of_sampling(args: Namespace) -> Iterator[str]:
             f"--rollout.top_p {top_p}: changes the engine's log-probs, and {flag} compares them with the actor's; "
             "allowed: 1"
         )
+
+
+def _clashes_of_adapters(args: Namespace) -> Iterator[str]:
+    """Find settings with which OpenRLHF cannot train an adapter, or the engines cannot load the weights."""
+    ds = args.ds
+    if ds.load_in_4bit:
+        yield "--ds.load_in_4bit: is not allowed, because the engines cannot load weights of 4 bits"
+    if not ds.lora.rank:
+        return
+    if not ds.lora.target_modules:
+        yield "--ds.lora.target_modules: is empty; allowed: all-linear, or names of modules, such as q_proj v_proj"
+    where = f"--ds.lora.rank {ds.lora.rank}"
+    if args.train.enable_ema:
+        yield f"{where}: allowed only without --train.enable_ema, because the averaged model has no adapter"
+    if ds.tensor_parallel_size > 1:
+        yield f"{where}: allowed only with --ds.tensor_parallel_size 1, not {ds.tensor_parallel_size}"

@@ -237,6 +237,8 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     values["offpolicy.ratio_base"] = _ratio_base(values, policy_loss)
     _check_dump_tokens(values, policy_loss)
     args.policy_loss = policy_loss
+    if values.get("ds.lora.target_modules") == ["all-linear"]:
+        values["ds.lora.target_modules"] = "all-linear"  # PEFT looks for modules of this name if it is in a list
     values["actor.policy_loss_type"] = "gspo" if policy_loss == "gspo" else "ppo"
     is_logged = policy_loss not in ("ppo", "gspo") or values["bapo.dump_tokens"]
     if is_logged and values.get("actor.entropy_coef") is None:

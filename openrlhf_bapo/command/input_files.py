@@ -393,6 +393,29 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
     return config
 
 
+def check_target_modules(names: list[str], config: Any) -> None:
+    """Refuse names of `--ds.lora.target_modules` that a model lacks, which PEFT leaves out, or that it uses twice.
+
+    Raises:
+        FlagError
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
+    modules = dict(model.named_modules())
+    for name in names:
+        where = f"--ds.lora.target_modules {name}"
+        found = [module for path, module in modules.items() if f".{path}".endswith(f".{name}")]
+        if not found:
+            kinds = {path.rpartition(".")[2] for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
+            raise FlagError(f"{where}: the model has no such module; allowed: all-linear, {', '.join(sorted(kinds))}")
+        if config.get_text_config().tie_word_embeddings and not embeddings.isdisjoint(found):
+            raise FlagError(f"{where}: the model has one weight for input and output, and adapters would split it")
+
+
 def _loaded_by(loader: Any, where: str, folder: Path, what: str) -> Any:
     try:
         return loader.from_pretrained(folder, trust_remote_code=True)

@@ -122,6 +122,9 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     """
     plan = Plan(problems=list(find_clashes(args, shape.num_attention_heads, shape.max_position_embeddings)))
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
+    if args.ds.lora.rank:
+        trained = training_setup(args).num_trained(shape)
+        plan.facts["trained"] = f"an adapter of rank {args.ds.lora.rank}, {trained / 1e6:,.1f} million parameters"
     _count_gpus(plan, args)
     _count_steps(plan, args)
     if plan.problems:
@@ -194,11 +197,13 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
     Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
     n, weight_bytes = shape.num_parameters, 4 if args.ds.param_dtype == "fp32" else 2
-    terms = {"--ckpt.output_dir": [Term("the model", weight_bytes * n, f"{n:,} parameters x {weight_bytes} bytes")]}
+    adapter = training_setup(args).num_trained(shape) if args.ds.lora.rank else 0
+    name, saved = ("the adapter", adapter) if adapter else ("the model", n)
+    terms = {"--ckpt.output_dir": [Term(name, weight_bytes * saved, f"{saved:,} parameters x {weight_bytes} bytes")]}
     if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
         models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
         pool = _full_pool(args) if args.replay.ratio else None
-        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool)
+        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool, adapter)
     return terms
 
 
@@ -261,6 +266,8 @@ def training_setup(args: Namespace) -> TrainingSetup:
         reference_offload=args.ref.offload,
         temperature=args.rollout.temperature,
         entropy_coef=args.actor.entropy_coef,
+        lora_rank=args.ds.lora.rank,
+        lora_targets=() if args.ds.lora.target_modules == "all-linear" else tuple(args.ds.lora.target_modules),
     )
 
 

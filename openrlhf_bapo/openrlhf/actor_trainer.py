@@ -1,5 +1,6 @@
 """OpenRLHF's ActorPPOTrainer with BAPO's loss and metrics, and clip bounds per optimizer step."""
 
+import contextlib
 import functools
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metri
 from openrlhf_bapo.core.rule_loss import Timer, leave_out_nonfinite
 from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
+from openrlhf_bapo.openrlhf.lora import merged_for_engines
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, save_clip_rule
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, is_tapered
@@ -98,6 +100,11 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             status["offpolicy/optimizer_steps_taken"] = self._steps_taken()
         status["optimizer_steps_taken"] = self._steps_taken()  # for the trainer, which does not log it
         return status
+
+    def broadcast_to_vllm(self) -> None:
+        """Send the weights to the engines. A LoRA adapter (`--ds.lora.rank`) is merged into them on the way."""
+        with merged_for_engines(self) if self.args.ds.lora.rank else contextlib.nullcontext():
+            super().broadcast_to_vllm()
 
     def _rule_metrics(self, rule: ClipRule) -> dict[str, float]:
         """Close the last update; return the metrics of all updates of this pass, and the seconds that the rule took."""

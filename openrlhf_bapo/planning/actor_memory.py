@@ -49,6 +49,10 @@ class TrainingSetup:
     """None: no entropy; 0: the entropy is logged; otherwise it is part of the loss."""
     fused_kernels: bool = True
     """True: flash-attn's cross entropy and a compiled entropy, as on a GPU; False: torch's, as on a CPU."""
+    lora_rank: int = 0
+    """0: all weights are trained; otherwise only the adapter."""
+    lora_targets: tuple[str, ...] = ()
+    """As `ModelShape.adapter_sizes` takes them."""
 
     @property
     def zero_world_size(self) -> int:
@@ -58,6 +62,18 @@ class TrainingSetup:
         is the world divided by tensor parallelism (DeepSpeed's utils/groups.py), and ring attention does not reduce it.
         """
         return self.num_gpus // self.tensor_parallel_size
+
+    def num_trained(self, shape: ModelShape) -> int:
+        """Count the parameters per rank that have gradients and optimizer states."""
+        if self.lora_rank:
+            return self.lora_rank * sum(shape.adapter_sizes(self.lora_targets))
+        return shape.num_parameters_per_rank(self.tensor_parallel_size)
+
+    def largest_trained(self, shape: ModelShape) -> int:
+        """Count the elements of the largest weight that is trained; of an adapter, of its largest pair of weights."""
+        if self.lora_rank:
+            return self.lora_rank * max(shape.adapter_sizes(self.lora_targets))
+        return shape.largest_parameter
 
 
 def dynamic_batch_tokens(max_tokens_per_gpu: int, max_len: int, gpus_per_sample: int) -> int:
@@ -131,6 +147,8 @@ def idle_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 def weight_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
     """Return the actor's bf16 weights: sharded at ZeRO-3, whole below; with zpg above 1 a second copy over zpg GPUs."""
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
+    if setup.lora_rank:
+        elements += setup.num_trained(shape)  # the adapter, beside the frozen weights
     if setup.zero_stage < 3:
         return [shared_term("weights", 2, elements, "parameters")]
     terms = [shared_term("weights", 2, elements, "parameters", setup.zero_world_size)]
@@ -152,7 +170,7 @@ def optimizer_terms(shape: ModelShape, setup: TrainingSetup, stepping: bool = Fa
     largest weight's size stays on the GPU (stage_1_and_2.py).
     """
     stage, world = setup.zero_stage, setup.zero_world_size
-    elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
+    elements = setup.num_trained(shape)
     whole = stage == 0 or (stage == 1 and not stepping)
     factor = 6 if stage == 1 and setup.grad_accum_bytes == 4 else setup.grad_accum_bytes
     terms = []
@@ -161,7 +179,7 @@ def optimizer_terms(shape: ModelShape, setup: TrainingSetup, stepping: bool = Fa
     if not setup.adam_offload:
         terms.append(shared_term("optimizer states", 12, elements, "parameters", world if stage else 1))
     elif stage < 3:
-        terms.append(shared_term("gradient on its way to the host", 2, shape.largest_parameter, "elements"))
+        terms.append(shared_term("gradient on its way to the host", 2, setup.largest_trained(shape), "elements"))
     return terms
 
 
@@ -192,8 +210,8 @@ def in_flight_gradient_terms(shape: ModelShape, setup: TrainingSetup) -> list[Te
     """
     if setup.zero_stage < 2:
         return []
-    elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
-    largest = max(shape.largest_parameter, min(elements, REDUCE_BUCKET_ELEMENTS))
+    elements = setup.num_trained(shape)
+    largest = max(setup.largest_trained(shape), min(elements, REDUCE_BUCKET_ELEMENTS))
     return [shared_term("gradients being reduced", 2, largest, "elements")]
 
 
@@ -201,7 +219,7 @@ def step_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
     """Return the optimizer step's copies of gradients: flat in bf16 and in fp32; at ZeRO-3 one sub-group at a time."""
     if setup.adam_offload:
         return []
-    elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
+    elements = setup.num_trained(shape)
     if setup.zero_stage:
         elements = divide_up(elements, setup.zero_world_size)
     if setup.zero_stage == 3:
@@ -234,16 +252,16 @@ def training_process_term(setup: TrainingSetup) -> Term:
 def host_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
     """Return the pinned host memory per GPU: offloaded or sleeping states, EMA copy and reference model."""
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
-    world = setup.zero_world_size
+    world, trained = setup.zero_world_size, setup.num_trained(shape)
     terms = []
     if setup.adam_offload:
         # Beside the states, ZeRO-1 and 2 keep fp32 gradients and a bf16 buffer; ZeRO-3 keeps gradients of
         # --ds.grad_accum_dtype.
         factor = 12 + (setup.grad_accum_bytes if setup.zero_stage == 3 else 6)
-        terms.append(shared_term("optimizer states and gradients", factor, elements, "parameters", world))
+        terms.append(shared_term("optimizer states and gradients", factor, trained, "parameters", world))
     elif setup.enable_sleep:
         factor = 12 + (setup.grad_accum_bytes if setup.zero_stage == 3 else 0)
-        terms.append(shared_term("sleeping optimizer states", factor, elements, "parameters", world))
+        terms.append(shared_term("sleeping optimizer states", factor, trained, "parameters", world))
     if setup.zero_stage == 3:
         copies = {"EMA copy": setup.enable_ema, "reference model": setup.has_reference and setup.reference_offload}
         terms += [shared_term(name, 2, elements, "parameters", world) for name, on_host in copies.items() if on_host]

@@ -24,7 +24,11 @@ def replay_term(*, capacity: int, samples_per_group: int, tokens_per_sample: int
 
 
 def checkpoint_terms(
-    num_parameters: dict[str, int], num_kept: int, weight_bytes: int, replay: Term | None = None
+    num_parameters: dict[str, int],
+    num_kept: int,
+    weight_bytes: int,
+    replay: Term | None = None,
+    num_adapter: int = 0,
 ) -> list[Term]:
     """Return the checkpoints on disk as DeepSpeed writes them, and our replay pool beside each.
 
@@ -32,13 +36,16 @@ def checkpoint_terms(
         num_parameters: parameters of each trained model, by its name.
         num_kept: checkpoints kept at the same time.
         weight_bytes: bytes per weight of the models: 2, or 4 in fp32.
+        num_adapter: parameters of a LoRA adapter, which alone is trained; 0: all parameters are trained.
         replay: a full pool. While a pool is written, it needs room beside the pools of all checkpoints.
     """
-    per_parameter = weight_bytes + OPTIMIZER_BYTES_PER_PARAMETER
-    terms = [
-        Term(name, num_kept * n * per_parameter, f"{num_kept} x {n:,} parameters x {per_parameter} bytes")
-        for name, n in num_parameters.items()
-    ]
+    per_trained, terms = weight_bytes + OPTIMIZER_BYTES_PER_PARAMETER, []
+    for name, n in num_parameters.items():
+        size, formula = n * per_trained, f"{num_kept} x {n:,} parameters x {per_trained} bytes"
+        if num_adapter:
+            size = n * weight_bytes + num_adapter * per_trained
+            formula = f"{num_kept} x ({n:,} x {weight_bytes} + {num_adapter:,} of the adapter x {per_trained}) bytes"
+        terms.append(Term(name, num_kept * size, formula))
     if replay is not None:
         terms.append(Term(replay.name, (num_kept + 1) * replay.bytes, f"{num_kept + 1} x {replay.formula}"))
     return terms

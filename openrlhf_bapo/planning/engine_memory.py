@@ -99,7 +99,8 @@ def colocated_phases(shape: ModelShape, setup: TrainingSetup, engine: EngineSetu
     """Return all phases of a GPU that has both actor and engine (--train.colocate_all in sync training).
 
     An engine without sleep keeps its whole share during training. A weight sync wakes only the weights, gathers one
-    weight at a time and copies it for the engine (`_handle_cuda_ipc` in trainer/ray/ppo_actor.py).
+    weight at a time and copies it for the engine (`_handle_cuda_ipc` in trainer/ray/ppo_actor.py). With LoRA,
+    openrlhf/lora.py merges it in fp32 first.
     """
     idle, trainers = idle_terms(shape, setup), training_process_term(setup)
     generation = engine_phase(shape, engine, gpu_bytes, (*idle, trainers))
@@ -107,7 +108,10 @@ def colocated_phases(shape: ModelShape, setup: TrainingSetup, engine: EngineSetu
     awake = [term for term in generation.terms if term.name.startswith("vLLM")]
     beside = [process] if engine.enable_sleep else awake
     training = [Phase(phase.name, (*phase.terms, *beside)) for phase in training_phases(shape, setup)]
-    copies = shared_term("a weight, gathered and copied", 4, shape.largest_parameter, "elements")
+    # Gathered and copied, or gathered, in fp32 and merged.
+    copies = shared_term(
+        "a weight, gathered and copied", 8 if setup.lora_rank else 4, shape.largest_parameter, "elements"
+    )
     syncing = [engine_weight_term(shape, engine), process] if engine.enable_sleep else awake
     return [generation, *training, Phase("weight sync", (*idle, copies, trainers, *syncing))]
 

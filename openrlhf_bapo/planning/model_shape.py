@@ -1,5 +1,6 @@
 """Shapes of the models that a plan knows: dense Llama, Qwen2 and Qwen3."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from openrlhf_bapo.planning.terms import divide_up
@@ -89,6 +90,22 @@ class ModelShape:
         lm_head = 0 if self.tie_word_embeddings else embedding
         split = self.num_layers * split + lm_head
         return divide_up(split, tensor_parallel_size) + self.num_layers * whole + h + embedding
+
+    def adapter_sizes(self, targets: Collection[str]) -> list[int]:
+        """Return input and output size, added up, of each weight that LoRA adapts. A rank has so many parameters.
+
+        Args:
+            targets: names of modules as `--ds.lora.target_modules` has them; empty: all linear layers but lm_head.
+        """
+        h, q, kv, i = self.hidden_size, self.query_size, self.key_value_size, self.intermediate_size
+        attention = {"q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h}
+        linear = {f"self_attn.{name}": size for name, size in attention.items()}
+        linear |= {f"mlp.{name}": h + i for name in ("gate_proj", "up_proj", "down_proj")}
+        sizes = {f".model.layers.{n}.{name}": size for n in range(self.num_layers) for name, size in linear.items()}
+        if not targets:
+            return list(sizes.values())
+        sizes |= {".model.embed_tokens": self.vocab_size + h, ".lm_head": h + self.vocab_size}
+        return [size for name, size in sizes.items() if name.endswith(tuple(f".{target}" for target in targets))]
 
 
 _QWEN2_7B = ModelShape(

@@ -17,7 +17,7 @@ section 4.1). The rest was read from OpenRLHF 0.11.2, DeepSpeed 0.19.6, transfor
 
 Two terms are estimates and say so in their formula: the memory of a process outside torch's tensors (`PROCESS_BYTES`),
 and vLLM's workspace. Not counted: the allocator's fragmentation, ring attention's key-value buffers (well below 1 GiB),
-LoRA, mixture of experts. Leave some GiB free.
+activations of a LoRA adapter (its rank per token and adapted weight), mixture of experts. Leave some GiB free.
 
 All counts are integers: bytes, tokens, parameters. bf16 and fp16 have 2 bytes.
 """

@@ -145,6 +145,28 @@ def test_a_config_of_another_kind_is_refused_with_the_allowed_kinds():
         ModelShape.from_config(config_of(BY_TYPE["llama"]).to_dict() | {"mlp_bias": True})
 
 
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_proj", "down_proj"], ["lm_head", "embed_tokens", "layers.0.mlp.up_proj"]], ids=str
+)
+@pytest.mark.parametrize("model_type", BY_TYPE)
+def test_an_adapter_has_the_trained_parameters_that_peft_makes(model_type, targets):
+    from peft import LoraConfig, get_peft_model
+
+    shape = BY_TYPE[model_type]
+    adapted = get_peft_model(model_of(shape, "meta"), LoraConfig(r=4, target_modules=targets))
+    setup = TrainingSetup(
+        num_gpus=1,
+        micro_batch_tokens=1,
+        forward_tokens=1,
+        lora_rank=4,
+        lora_targets=() if targets == "all-linear" else tuple(targets),
+    )
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in trained) == setup.num_trained(shape)
+    assert max(parameter.numel() for parameter in trained) < setup.largest_trained(shape)
+    assert {term.name: term.bytes for term in weight_terms(shape, setup)} == {"weights": 2 * count(adapted)}
+
+
 def allocations(function) -> tuple[int, int]:
     """Bytes that torch's CPU allocator gives out during a call: the peak, and the bytes that the result keeps.
 

@@ -298,6 +298,30 @@ COMMANDS = {
         dict(use_ms=True),
         ["--use_ms: needs the package modelscope, which is not installed"],
     ),
+    "weights that engines cannot load": (dict(ds__load_in_4bit=True), ["--ds.load_in_4bit: ", "weights of 4 bits"]),
+    "an adapter and an average of all weights": (
+        dict(ds__lora__rank=8, train__enable_ema=True),
+        ["--ds.lora.rank 8: allowed only without --train.enable_ema"],
+    ),
+    "an adapter of split weights": (
+        dict(ds__lora__rank=8, ds__tensor_parallel_size=2, actor__num_gpus_per_node=2),
+        ["--ds.lora.rank 8: allowed only with --ds.tensor_parallel_size 1, not 2"],
+    ),
+    "an adapter of nothing": (
+        {"ds.lora.rank": 8, "ds.lora.target_modules": ""},
+        ["--ds.lora.target_modules: is empty; allowed: all-linear, or names of modules"],
+    ),
+    "an adapter of a module that the model lacks, beside one that it has": (
+        {"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj query"},
+        ["--ds.lora.target_modules query: the model has no such module; allowed: all-linear, ", " q_proj, "],
+    ),
+    "an adapter of one of two uses of a weight": (
+        lambda d, m: (
+            model(edit("config.json", tie_word_embeddings=True))(d, m)
+            | {"ds.lora.rank": 8, "ds.lora.target_modules": "q_proj lm_head"}
+        ),
+        ["--ds.lora.target_modules lm_head: the model has one weight for input and output"],
+    ),
     "heads": (dict(vllm__tensor_parallel_size=4), ["--vllm.tensor_parallel_size 4", "2 attention heads"]),
 }
 
@@ -740,12 +764,20 @@ def directory(baseline, tmp_path) -> Path:
     return tmp_path
 
 
+SEVERAL = (
+    "--actor.adam.betas",
+    "--reward.clip_range",
+    "--algo.dynamic_filtering_range",
+    "--ds.lora.target_modules",
+)
+
+
 def argv(directory: Path, changes: dict) -> list[str]:
     """The baseline's flags with changes; a value of several words becomes several arguments."""
     changes = {name.replace(".", "__"): value for name, value in changes.items()}
     argv = []
     for argument in pipeline.flags(directory, **changes):
-        several = argv and argv[-1] in ("--actor.adam.betas", "--reward.clip_range", "--algo.dynamic_filtering_range")
+        several = argv and argv[-1] in SEVERAL
         argv += argument.split() if several else [argument]
     return argv
 

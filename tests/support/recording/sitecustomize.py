@@ -3,7 +3,7 @@
 Every Python process of a run with this folder on PYTHONPATH loads it. It hooks into OpenRLHF's own classes and counts
 independently of our code. The folder RECORDING gets
 
-    weights-N.pt         the weights of the N-th broadcast
+    weights-N.pt         the weights of the N-th broadcast, by PEFT's names with LoRA, and empty at ZeRO-3
     actor-N-R-I.pt       the I-th micro-batch that rank R trained on, after N broadcasts: all tensors of the experience,
                          the inputs of the loss, the loss, its bounds, and the fraction of tokens that it clipped
     critic-N-R-I.pt      the same for the critic, without the loss
@@ -53,9 +53,9 @@ def _record(trainer: type, model: str) -> None:
 
 
 def _record_actor(ppo_actor) -> None:
-    trainer = ppo_actor.ActorPPOTrainer
-    _record(trainer, "actor")
-    upstream = trainer.broadcast_to_vllm
+    _record(ppo_actor.ActorPPOTrainer, "actor")
+    actor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+    upstream = actor.broadcast_to_vllm
     version = itertools.count(START + 1)
 
     @functools.wraps(upstream)
@@ -66,7 +66,7 @@ def _record_actor(ppo_actor) -> None:
         if torch.distributed.get_rank() == 0:
             torch.save(self.actor.model.module.state_dict(), f"{FOLDER}/weights-{next(version):03d}.pt")
 
-    trainer.broadcast_to_vllm = broadcast_to_vllm
+    actor.broadcast_to_vllm = broadcast_to_vllm
 
 
 def _publish_amid_responses(trainer_async) -> None:
