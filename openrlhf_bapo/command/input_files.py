@@ -481,6 +481,11 @@ def _check_weights(where: str, folder: Path) -> None:
             if reads:
                 _check_safetensors(where, file)
         return
+    if (folder / "adapter_config.json").is_file():
+        raise FlagError(
+            f"{where}: is a LoRA adapter; allowed: a whole model, which python -m openrlhf.cli.lora_combiner makes of "
+            "the adapter and its start model"
+        )
     raise FlagError(f"{where}: has no weights (model.safetensors, or its index); allowed: a model's folder with them")
 
 

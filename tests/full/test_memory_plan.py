@@ -437,10 +437,13 @@ def test_a_temperature_or_an_entropy_in_the_loss_is_one_more_gradient_of_fused_l
     assert found == LogitsBytes(6, 12 if temperature == 0.7 or entropy_coef == 0.1 else 10, 4)
 
 
+@pytest.mark.parametrize("lora_rank", [0, 64])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_gets_new_weights(sleeps, enforce_eager):
-    setup = replace(SETUP_32B, has_reference=True)
+def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_gets_new_weights(
+    sleeps, enforce_eager, lora_rank
+):
+    setup = replace(SETUP_32B, has_reference=True, lora_rank=lora_rank)
     engine = replace(ENGINE_32B, enable_sleep=sleeps, enforce_eager=enforce_eager)
     weights = 2 * SHAPE_32B.num_parameters // 4
     workspace = 2048 * forward_bytes_per_token(SHAPE_32B, 4) + 128 * SHAPE_32B.vocab_size * 16
@@ -450,7 +453,7 @@ def test_an_engine_beside_the_actor_has_all_its_terms_while_it_generates_and_get
     idle = sum(term.bytes for term in idle_terms(SHAPE_32B, setup)) + 2 * GIB
     phases = {p.name: p.total for p in colocated_phases(SHAPE_32B, setup, engine, 80 * GIB)}
     assert phases["generation"] == share + idle
-    copies = 4 * SHAPE_32B.largest_parameter
+    copies = (8 if lora_rank else 4) * SHAPE_32B.largest_parameter
     assert phases["weight sync"] == idle + copies + (weights + process if sleeps else share)
 
 
@@ -478,6 +481,11 @@ def test_a_full_disk_of_checkpoints_has_one_pool_more_than_checkpoints():
     pool = Term("replay pool", 7, "7 bytes")
     terms = checkpoint_terms({"actor": 1000, "critic": 10}, 3, 2, pool)
     assert {term.name: term.bytes for term in terms} == {"actor": 3 * 14_000, "critic": 3 * 140, "replay pool": 4 * 7}
+
+
+def test_a_checkpoint_with_lora_has_all_weights_and_the_adapters_optimizer_states():
+    terms = checkpoint_terms({"actor": 1000}, 3, 2, num_adapter=10)
+    assert {term.name: term.bytes for term in terms} == {"actor": 3 * (2 * 1000 + 14 * 10)}
 
 
 def test_sleeping_states_are_on_the_host_while_the_engine_generates():
@@ -525,6 +533,7 @@ def test_flops_are_those_that_torch_counts(passes):
 # Weights of more than 1e5 elements. ZeRO-3 keeps smaller ones whole once they are gathered.
 SHARDED = replace(TINY, hidden_size=384, intermediate_size=768, num_layers=2, num_key_value_heads=8, vocab_size=640)
 STAGES = (0, 1, 2, 3)
+LORA_RANK = 64
 
 # 24 samples of 8 tokens in a rollout, 8 in an optimizer step, 2 epochs.
 RATIO_LENGTH, RATIO_BATCH = 8, 8
@@ -587,6 +596,15 @@ def test_openrlhfs_actor_allocates_the_model_states_of_the_plan(allocated, world
     planned = {term.name: term.bytes for term in terms}
     for name in ("weights", "gradients", "optimizer states", "reduce bucket"):
         assert allocated[world_size, stage][name] == pytest.approx(planned.get(name, 0), rel=0.01), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_lora_only_the_adapter_has_gradients_and_optimizer_states(measured, stage):
+    setup = TrainingSetup(num_gpus=2, micro_batch_tokens=32, forward_tokens=32, zero_stage=stage, lora_rank=LORA_RANK)
+    terms = weight_terms(SHARDED, setup) + optimizer_terms(SHARDED, setup)
+    planned = {term.name: term.bytes for term in terms}
+    found = measured[2][f"{stage} lora"]
+    assert {name: found[name] for name in planned} == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -719,8 +737,11 @@ def _measure(rank: int, directory: Path, world_size: int, port: int) -> None:
 
     cases = ratio_cases(world_size)
     found = {"ratio samples": {case: _count_ratio_samples(directory, rank, world_size, port, case) for case in cases}}
-    for stage in STAGES:  # 3 last: transformers remembers its DeepSpeed config
-        argv = pipeline.flags(directory, ds__zero_stage=stage, train__batch_size=8, train__micro_batch_size=2)
+    with_lora = [(stage, LORA_RANK) for stage in (2, 3) if world_size == 2]
+    for stage, lora_rank in sorted([(stage, 0) for stage in STAGES] + with_lora):
+        # 3 last: transformers remembers its DeepSpeed config
+        flags = dict(ds__zero_stage=stage, ds__lora__rank=lora_rank, train__batch_size=8, train__micro_batch_size=2)
+        argv = pipeline.flags(directory, **flags)
         strategy = get_strategy(pipeline.parse(argv))
         actor = PolicyModelActor.__ray_metadata__.modified_class(world_size, rank, "127.0.0.1", port)
         actor.init_model_from_pretrained(strategy, str(directory / "model"), max_steps=1000)
@@ -738,9 +759,10 @@ def _measure(rank: int, directory: Path, world_size: int, port: int) -> None:
             in_backward.append(_gradients_and_bucket(engine))
 
         strategy.optimizer_step = measured_step
-        engine.module.get_input_embeddings().weight.register_hook(measured_backward)
+        # The first weight is the last one to get its gradient.
+        next(weight for weight in engine.module.parameters() if weight.requires_grad).register_hook(measured_backward)
         actor.fit(0.0)
-        found[stage] = {
+        found[f"{stage}{' lora' * (lora_rank > 0)}"] = {
             "weights": _bytes(getattr(p, "ds_tensor", p) for p in engine.module.parameters()),
             "optimizer states": _bytes(_optimizer_tensors(engine.optimizer)),
             "gradients": max(gradients for gradients, _ in before_step),  # of all micro-batches

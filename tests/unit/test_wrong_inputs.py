@@ -502,6 +502,10 @@ LARGE = ROW * (9 << 20 >> 5)  # more than is read whole
 
 # Changes to a copy of the baseline's files, and parts of the message.
 FILES = {
+    "an adapter as a model": (
+        model(lambda folder: (folder / "model.safetensors").rename(folder / "adapter_config.json")),
+        ["--actor.model_name_or_path ", "is a LoRA adapter; allowed: a whole model, which python -m openrlhf.cli.lora"],
+    ),
     "an empty prompt file": (prompts(""), ["--data.prompt_dataset", "prompts.jsonl: has no rows"]),
     "a blank prompt file": (prompts("\n\n"), ["prompts.jsonl: has no rows"]),
     "prompts that are no JSON": (prompts(ROW + "1+2=\n"), ["prompts.jsonl: line 2 is not JSON"]),
