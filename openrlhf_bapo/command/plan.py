@@ -406,6 +406,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
             forward_tokens=forward_tokens,
             length=length,
             gradient_checkpointing=setup.gradient_checkpointing,
+            is_adapter=setup.lora_rank > 0,
         )
         return flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization), flops
 

@@ -9,7 +9,13 @@ from openrlhf_bapo.planning.model_shape import ModelShape
 
 
 def step_flops(
-    shape: ModelShape, *, trained_tokens: int, forward_tokens: int, length: int, gradient_checkpointing: bool
+    shape: ModelShape,
+    *,
+    trained_tokens: int,
+    forward_tokens: int,
+    length: int,
+    gradient_checkpointing: bool,
+    is_adapter: bool = False,
 ) -> int:
     """Count the FLOPs of a training step on all GPUs, causal attention included: 2P per token forward, 4P backward.
 
@@ -18,10 +24,13 @@ def step_flops(
         forward_tokens: tokens whose log-probs are computed without gradient.
         length: tokens per sample.
         gradient_checkpointing: whether the backward recomputes the forward.
+        is_adapter: whether the weights are frozen, so that a backward has half of their products. LoRA's own are few.
     """
     lookup = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    forward = 2 * (shape.num_parameters - lookup) + 2 * shape.num_layers * length * shape.query_size
-    return forward * (trained_tokens * (4 if gradient_checkpointing else 3) + forward_tokens)
+    weights, attention = 2 * (shape.num_parameters - lookup), 2 * shape.num_layers * length * shape.query_size
+    passes = 4 if gradient_checkpointing else 3
+    trained = weights * (passes - is_adapter) + attention * passes
+    return trained * trained_tokens + (weights + attention) * forward_tokens
 
 
 def rollout_seconds(
