@@ -145,14 +145,17 @@ def idle_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def weight_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """Return the actor's bf16 weights: sharded at ZeRO-3, whole below; with zpg above 1 a second copy over zpg GPUs."""
+    """Return the actor's bf16 weights: sharded at ZeRO-3, whole below; with zpg above 1 a second copy over zpg GPUs.
+
+    PEFT makes an adapter in fp32. DeepSpeed casts it to bf16, but not at ZeRO-3.
+    """
     elements = shape.num_parameters_per_rank(setup.tensor_parallel_size)
+    num_gpus = setup.zero_world_size if setup.zero_stage == 3 else 1
+    terms = [shared_term("weights", 2, elements, "parameters", num_gpus)]
     if setup.lora_rank:
-        elements += setup.num_trained(shape)  # the adapter, beside the frozen weights
-    if setup.zero_stage < 3:
-        return [shared_term("weights", 2, elements, "parameters")]
-    terms = [shared_term("weights", 2, elements, "parameters", setup.zero_world_size)]
-    if setup.zpg > 1:
+        size = 4 if setup.zero_stage == 3 else 2
+        terms.append(shared_term("adapter", size, setup.num_trained(shape), "parameters", num_gpus))
+    if setup.zero_stage == 3 and setup.zpg > 1:
         terms.append(shared_term("weights, ZeRO++ copy", 2, elements, "parameters", setup.zpg))
     return terms
 

@@ -164,7 +164,7 @@ def test_an_adapter_has_the_trained_parameters_that_peft_makes(model_type, targe
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     assert sum(parameter.numel() for parameter in trained) == setup.num_trained(shape)
     assert max(parameter.numel() for parameter in trained) < setup.largest_trained(shape)
-    assert {term.name: term.bytes for term in weight_terms(shape, setup)} == {"weights": 2 * count(adapted)}
+    assert sum(term.bytes for term in weight_terms(shape, setup)) == 2 * count(adapted)
 
 
 def allocations(function) -> tuple[int, int]:
@@ -611,6 +611,7 @@ def test_with_lora_only_the_adapter_has_gradients_and_optimizer_states(measured,
     setup = TrainingSetup(num_gpus=2, micro_batch_tokens=32, forward_tokens=32, zero_stage=stage, lora_rank=LORA_RANK)
     terms = weight_terms(SHARDED, setup) + optimizer_terms(SHARDED, setup)
     planned = {term.name: term.bytes for term in terms}
+    planned["weights"] += planned.pop("adapter")
     found = measured[2][f"{stage} lora"]
     assert {name: found[name] for name in planned} == pytest.approx(planned, rel=0.01)
 
