@@ -22,7 +22,7 @@ def merged_for_engines(trainer: Any) -> Iterator[None]:
     """
     actor, gathered_parameters = trainer.actor, deepspeed.zero.GatheredParameters
     model = actor.model.module
-    layers: dict[torch.Tensor, Any] = {
+    layers: dict[Any, Any] = {
         layer.get_base_layer().weight: layer for layer in model.modules() if isinstance(layer, LoraLayer)
     }
     # The adapter is all that is trained. A vision encoder has adapters too, so its weights are sent as well.
