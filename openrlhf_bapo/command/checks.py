@@ -437,17 +437,44 @@ def _check_folders(args: Namespace) -> None:
     """Refuse folders that cannot be written to; a run writes to the model's folder only after its last step."""
     folders = {"--ckpt.path": args.ckpt.path, "--ckpt.output_dir": args.ckpt.output_dir}
     for flag, folder in (folders | {"--logger.tensorboard_dir": args.logger.tensorboard_dir}).items():
-        if folder is None:
-            continue
-        there = Path(folder).absolute()
-        while not there.exists():
-            there = there.parent
-        try:
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            at = "" if there == Path(folder).absolute() else f"{there}: "
-            raise FlagError(f"{flag} {folder}: cannot be written ({at}{error.strerror}); allowed: a folder") from None
+        if folder is not None and (problem := _why_not_writable(folder)):
+            raise FlagError(f"{flag} {folder}: cannot be written ({problem}); allowed: a folder")
+    if not os.environ.get("RAY_ADDRESS"):  # otherwise the processes may run elsewhere
+        for variable, folder in _cache_folders().items():
+            if problem := _why_not_writable(folder):
+                raise FlagError(
+                    f"{variable} {folder}: cannot be written ({problem}); allowed: another {variable}, or a HOME that "
+                    "can be written"
+                )
+
+
+def _why_not_writable(folder: str | Path) -> str:
+    wanted = there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return ("" if there == wanted else f"{there}: ") + str(error.strerror)
+
+
+def _cache_folders() -> dict[str, str | Path]:
+    """Return the folders of caches that a run on this machine writes to, by the variable that sets each."""
+    import torch
+    from datasets.config import HF_DATASETS_CACHE
+    from torch.utils.cpp_extension import get_default_build_root
+    from vllm import envs
+
+    folders = {
+        "HF_DATASETS_CACHE": HF_DATASETS_CACHE,  # every data file, as Arrow
+        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,  # what engines compile
+        # What DeepSpeed compiles.
+        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root(),
+    }
+    if torch.cuda.is_available():
+        folders["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
+    return folders
 
 
 def _check_resume(args: Namespace) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf_bapo.cli import evaluate
 from openrlhf_bapo.command import evaluation
+from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.command.plan import read_shape
 
 
@@ -48,6 +49,20 @@ def test_a_plan_and_an_evaluation_take_the_length_of_a_yarn_model_as_vllm_does(d
     prompts = evaluation.make_prompts(problems, str(directory / "model"), "input", "label", max_new_tokens=500)
     assert prompts.max_model_len == 504
     config.write_text(before)
+
+
+def test_problems_are_read_with_a_byte_order_mark_and_refused_with_half_of_a_character_or_a_key_twice(tmp_path):
+    file, row = tmp_path / "data.jsonl", '{"input": "1+2=", "label": "3"}\n'
+    file.write_text(f"\ufeff{row}{row}")
+    problems = evaluation.read_problems([str(file)], "input", "label", None)
+    assert [problem.row for problem in problems] == [{"input": "1+2=", "label": "3"}] * 2
+    for wrong, said in (
+        ('{"input": "\\ud835", "label": "3"}', r"has \\ud835, half of a character"),
+        ('{"input": "1", "input": "2", "label": "3"}', "has the key 'input' twice"),
+    ):
+        file.write_text(row + wrong)
+        with pytest.raises(FlagError, match=f"^--data {file}: line 2 {said}"):
+            evaluation.read_problems([str(file)], "input", "label", None)
 
 
 @pytest.mark.parametrize("template", ["{} Put it into \\boxed{}.", "{} {name}", "Q:", ""])

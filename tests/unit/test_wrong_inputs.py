@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -926,6 +927,23 @@ def test_messages_in_a_table_pass_with_a_chat_template(directory, name):
     make_table(directory / name, pyarrow.table({"input": [MESSAGES], "label": ["3"]}))
     changes = {"data.prompt_dataset": directory / name, "data.apply_chat_template": True, "data.max_samples": 8}
     assert said_by(argv(directory, changes)) == (None, [], [])
+
+
+CACHES = ("HF_DATASETS_CACHE", "VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR")
+
+
+@pytest.mark.parametrize(
+    ("cache", "home"), zip(CACHES, ("/proc/nowhere", "/dev/null/home", "/proc/nowhere"), strict=True)
+)
+def test_a_home_that_cannot_be_written_is_refused_with_the_cache_and_its_variable(directory, home, cache):
+    """Its libraries read the environment when they are imported, so each case is a process."""
+    environment = {name: str(directory / name) for name in CACHES if name != cache} | {"HOME": home}
+    environment = {name: value for name, value in os.environ.items() if name not in CACHES} | environment
+    program = [sys.executable, "-m", "openrlhf_bapo.cli.main", "train", *argv(directory, {})]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=3600, cwd=directory, env=environment)
+    line = run.stderr.splitlines()[-1]
+    assert run.returncode == 2 and line.startswith(f"openrlhf-bapo: {cache} {home}/.cache/"), run.stderr
+    assert "cannot be written (" in line and line.endswith(f"allowed: another {cache}, or a HOME that can be written")
 
 
 def test_the_reward_file_is_loaded_once_beside_openrlhf_and_ends_with_the_checks(directory, monkeypatch):
