@@ -238,7 +238,7 @@ class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modifi
         """
         std = experience.info.get("group_reward_std") if experience.info else None
         if std is not None and self.strategy.args.algo.advantage.estimator == "grpo":
-            is_equal = std <= 1e-6 * experience.rewards.abs().clamp(min=1)
+            is_equal = std <= 4e-6 * experience.rewards.abs().clamp(min=1)
             experience.advantages = torch.where(is_equal[:, None], 0.0, experience.advantages)
         super().append(experience)
 

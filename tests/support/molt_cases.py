@@ -370,6 +370,7 @@ def test_a_group_of_equal_rewards_trains_nothing(directory, samples):
     assert advantages.abs().min() > 0.9  # rounding alone
     spreads = [rewards[group].std().item() for group in groups]
     argv = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--algo.advantage.estimator", "grpo"]
+    argv += ["--rollout.n_samples_per_prompt", "2"]
 
     def moved(std: float, *more: str) -> bool:
         ((steps, _, after),) = on_ranks(1, train, parse([*argv, *more]), directory, samples, num_rollouts=1, std=std)
