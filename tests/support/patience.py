@@ -5,6 +5,6 @@ own. When the guard ends a test, the traceback shows the line that waited, and `
 each process under way.
 """
 
-PATIENCE = 6000
-"""Seconds per test, fixtures included. That is ten times what the longest test takes on the slowest CPU that we know:
-two cores without instructions for bf16, beside other work."""
+PATIENCE = 3000
+"""Seconds per test, fixtures included. The longest test takes 59 s on two idle cores without instructions for bf16, and
+five minutes beside ten other processes; this is ten times as long."""
