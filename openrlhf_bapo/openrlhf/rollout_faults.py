@@ -90,7 +90,8 @@ def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -
     @functools.wraps(train)
     def train_to_the_end(self: Any, *args: Any, **kwargs: Any) -> None:
         train(self, *args, **kwargs)
-        if not self.rollout_queue.get(block=True):
+        self.rollouts_failed = not self.rollout_queue.get(block=True)
+        if self.rollouts_failed:
             save_last_step(self)
             self.rollout_slots.put(_SAVED, block=True)
 

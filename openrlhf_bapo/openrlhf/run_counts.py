@@ -74,6 +74,8 @@ def count_steps(trainer: type[Any]) -> None:
     def fit_and_look(self: Any, *args: Any, **kwargs: Any) -> None:
         fit(self, *args, **kwargs)
         counted = self.counted
+        if getattr(self, "rollouts_failed", False):
+            return  # in async training, where the other actor raises the error
         trains = counted["made"] == 0 or counted["updates_skipped"] > 0  # not only the critic
         if counted["before"] == 0 and counted["updates"] == 0 and trains:
             raise NothingTrained
