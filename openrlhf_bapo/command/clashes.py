@@ -29,6 +29,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
     yield from _clashes_of_replay(args)
     yield from _clashes_of_sampling(args)
     yield from _clashes_of_adapters(args)
+    yield from _clashes_of_muon(args)
 
 
 def num_actor_gpus(args: Namespace) -> int:
@@ -262,3 +263,12 @@ def _clashes_of_adapters(args: Namespace) -> Iterator[str]:
         yield f"{where}: allowed only without --train.enable_ema, because the averaged model has no adapter"
     if ds.tensor_parallel_size > 1:
         yield f"{where}: allowed only with --ds.tensor_parallel_size 1, not {ds.tensor_parallel_size}"
+
+
+def _clashes_of_muon(args: Namespace) -> Iterator[str]:
+    """Find settings of OpenRLHF's with which DeepSpeed 0.19 refuses Muon: it would reduce or offload parts of weights."""
+    stage, offloads = args.ds.zero_stage, args.ds.adam_offload
+    for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
+        if getattr(args, name).optim == "muon" and (stage == 3 or (stage and offloads)):
+            other = "--ds.zero_stage 3" if stage == 3 else "--ds.adam_offload"
+            yield f"--{name}.optim muon: DeepSpeed does not have it with {other}; allowed: adam, or muon without that"

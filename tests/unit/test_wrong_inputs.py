@@ -299,6 +299,14 @@ COMMANDS = {
         dict(use_ms=True),
         ["--use_ms: needs the package modelscope, which is not installed"],
     ),
+    "muon on parts of weights": (
+        dict(actor__optim="muon", ds__zero_stage=3),
+        ["--actor.optim muon: DeepSpeed does not have it with --ds.zero_stage 3"],
+    ),
+    "muon on parts of offloaded weights": (
+        dict(algo__advantage__estimator="gae", critic__optim="muon", ds__adam_offload=True),
+        ["--critic.optim muon: DeepSpeed does not have it with --ds.adam_offload"],
+    ),
     "weights that engines cannot load": (dict(ds__load_in_4bit=True), ["--ds.load_in_4bit: ", "weights of 4 bits"]),
     "an adapter and an average of all weights": (
         dict(ds__lora__rank=8, train__enable_ema=True),
