@@ -266,7 +266,7 @@ def _clashes_of_adapters(args: Namespace) -> Iterator[str]:
 
 
 def _clashes_of_muon(args: Namespace) -> Iterator[str]:
-    """Find settings of OpenRLHF's with which DeepSpeed 0.19 refuses Muon: it would reduce or offload parts of weights."""
+    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon: it would see parts of weights alone."""
     stage, offloads = args.ds.zero_stage, args.ds.adam_offload
     for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
         if getattr(args, name).optim == "muon" and (stage == 3 or (stage and offloads)):
