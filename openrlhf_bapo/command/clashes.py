@@ -75,8 +75,7 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
             f"--ds.ring_attn_size {ds.ring_attn_size} x --ds.tensor_parallel_size {ds.tensor_parallel_size}: must "
             f"divide the actor's {num_gpus} GPUs"
         )
-    accumulation = (ds.grad_accum_dtype or "").replace("bfloat", "bf").replace("float", "fp")
-    if ds.zero_stage == 0 and accumulation not in ("", ds.param_dtype):
+    if ds.zero_stage == 0 and _accumulates_in_another_type(ds):
         yield (
             f"--ds.grad_accum_dtype {ds.grad_accum_dtype}: with --ds.zero_stage 0 it must be --ds.param_dtype "
             f"{ds.param_dtype}"
@@ -266,9 +265,18 @@ def _clashes_of_adapters(args: Namespace) -> Iterator[str]:
 
 
 def _clashes_of_muon(args: Namespace) -> Iterator[str]:
-    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon: it would see parts of weights alone."""
-    stage, offloads = args.ds.zero_stage, args.ds.adam_offload
+    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon, or fails at its first step."""
+    ds, stage = args.ds, args.ds.zero_stage
+    fails = {
+        "--ds.zero_stage 3": stage == 3,
+        "--ds.adam_offload": stage in (1, 2) and ds.adam_offload,
+        f"--ds.grad_accum_dtype {ds.grad_accum_dtype}": stage in (1, 2) and _accumulates_in_another_type(ds),
+    }
     for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
-        if getattr(args, name).optim == "muon" and (stage == 3 or (stage and offloads)):
-            other = "--ds.zero_stage 3" if stage == 3 else "--ds.adam_offload"
-            yield f"--{name}.optim muon: DeepSpeed does not have it with {other}; allowed: adam, or muon without that"
+        if getattr(args, name).optim == "muon":
+            for other in (flag for flag, does in fails.items() if does):
+                yield f"--{name}.optim muon: DeepSpeed does not have it with {other}; allowed: adam, or muon without that"
+
+
+def _accumulates_in_another_type(ds: Namespace) -> bool:
+    return (ds.grad_accum_dtype or "").replace("bfloat", "bf").replace("float", "fp") not in ("", ds.param_dtype)

@@ -307,6 +307,10 @@ COMMANDS = {
         dict(algo__advantage__estimator="gae", critic__optim="muon", ds__adam_offload=True),
         ["--critic.optim muon: DeepSpeed does not have it with --ds.adam_offload"],
     ),
+    "muon on gradients of two types": (
+        dict(actor__optim="muon", ds__grad_accum_dtype="fp32", ds__param_dtype="bf16"),
+        ["--actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32"],
+    ),
     "weights that engines cannot load": (dict(ds__load_in_4bit=True), ["--ds.load_in_4bit: ", "weights of 4 bits"]),
     "an adapter and an average of all weights": (
         dict(ds__lora__rank=8, train__enable_ema=True),
