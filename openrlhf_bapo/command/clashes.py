@@ -275,7 +275,7 @@ def _clashes_of_muon(args: Namespace) -> Iterator[str]:
     for name in ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",):
         if getattr(args, name).optim == "muon":
             for other in (flag for flag, does in fails.items() if does):
-                yield f"--{name}.optim muon: DeepSpeed does not have it with {other}; allowed: adam, or muon without that"
+                yield f"--{name}.optim muon: DeepSpeed does not have it with {other}; allowed: adam, or muon without it"
 
 
 def _accumulates_in_another_type(ds: Namespace) -> bool:
