@@ -28,6 +28,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
     yield from _clashes_of_data(args)
     yield from _clashes_of_replay(args)
     yield from _clashes_of_sampling(args)
+    yield from _clashes_of_corrections(args)
     yield from _clashes_of_adapters(args)
     yield from _clashes_of_muon(args)
 
@@ -246,6 +247,19 @@ def _clashes_of_sampling(args: Namespace) -> Iterator[str]:
             f"--rollout.top_p {top_p}: changes the engine's log-probs, and {flag} compares them with the actor's; "
             "allowed: 1"
         )
+
+
+def _clashes_of_corrections(args: Namespace) -> Iterator[str]:
+    """Find settings of IS correction that OpenRLHF's loss refuses, in its actors."""
+    advantage, group = args.algo.advantage, "--algo.advantage.is_correction_"
+    level, mode, gating = (getattr(advantage, f"is_correction_{name}") for name in ("level", "mode", "gating"))
+    if mode == "clip" and (level == "seq" or gating != "ratio"):
+        allowed = f"{group}level token and {group}gating ratio"
+        yield f"{group}mode clip: allowed with {allowed}, not with {level} and {gating}"
+    threshold = advantage.is_correction_threshold
+    if level != "off" and gating != "ratio" and len(threshold) == 2 and threshold[0] > 0:
+        shown = " ".join(map(str, threshold))
+        yield f"{group}threshold {shown}: allowed with {group}gating {gating}: one number, the largest {gating}"
 
 
 def _clashes_of_adapters(args: Namespace) -> Iterator[str]:

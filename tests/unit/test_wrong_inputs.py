@@ -299,6 +299,14 @@ COMMANDS = {
         dict(use_ms=True),
         ["--use_ms: needs the package modelscope, which is not installed"],
     ),
+    "a correction that clips sequences": (
+        {f"algo.advantage.is_correction_{name}": value for name, value in (("level", "seq"), ("mode", "clip"))},
+        ["--algo.advantage.is_correction_mode clip: allowed with ", "level token and ", "not with seq and ratio"],
+    ),
+    "a correction by a divergence with the bounds of a ratio": (
+        {f"algo.advantage.is_correction_{name}": value for name, value in (("level", "token"), ("gating", "tv"))},
+        ["--algo.advantage.is_correction_threshold 0.5 5.0: allowed with ", "gating tv: one number"],
+    ),
     "muon on parts of weights": (
         dict(actor__optim="muon", ds__zero_stage=3),
         ["--actor.optim muon: DeepSpeed does not have it with --ds.zero_stage 3"],
