@@ -26,7 +26,7 @@ def test_on_two_ranks_a_response_during_a_weight_update_has_ratios_against_both_
     oldest, newest = batch["versions"].masked_fill(~mask, 99).amin(-1), batch["versions"].amax(-1)
     mixed = oldest < newest
     assert sum(step["offpolicy/mixed_versions"] * 64 for step in steps) > 0
-    assert mixed.any() and (newest - oldest).max() == 1
+    assert mixed.any()
 
 
 def test_with_gae_and_the_engines_log_probs_replayed_samples_are_unchanged(directory):
