@@ -431,7 +431,7 @@ def running(command: list[str], log: Path, **environment):
         try:
             yield process
         except BaseException as error:
-            error.add_note(f"{command} wrote to {log}:\n{log.read_text()[-3000:]}")
+            error.add_note(f"{command} wrote to {log}:\n{log.read_text(errors='replace')[-3000:]}")
             raise
         finally:
             if process.poll() is None:
