@@ -169,6 +169,17 @@ SOURCES = [
     ("openrlhf.trainer.ppo_utils.samples_generator", "action_mask = action_mask[1:truncate_length]", "versions' shape"),
     ("openrlhf.trainer.ppo_utils.samples_generator", "sampling_params = SamplingParams(", "the engine's log-probs"),
     ("openrlhf.utils.agent", "request_output = await llm_engine.generate(", "responses made piece by piece"),
+    (
+        "openrlhf.utils.agent",
+        "sampling_params.max_tokens = max_length - len(current_obs_tokens)",
+        "an agent without room",
+    ),
+    ("openrlhf.trainer.ppo_utils.experience_maker", "self.get_advantages_and_returns(", "GAE over an agent's actions"),
+    (
+        "openrlhf.trainer.ppo_utils.length_penalty",
+        "response_lengths = experience.response_length",
+        "lengths of actions",
+    ),
     ("openrlhf.utils.agent", 'extra_logs=rewards_info.get("extra_logs") or {}', "why a response has no reward"),
     ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "where OpenRLHF's own checks end"),
     (
