@@ -3,12 +3,15 @@ r"""Finds the final answer of a response to a mathematical question and compares
 Finding the answer. If a response reasons in <think>...</think>, only the text after the last </think> counts. A <think>
 that never closes was cut off, so there is no answer. The answer is the last \boxed{...} (adjacent boxes make a list); a
 last box that never closes was cut off too. Without a box, the answer is announced in the last line ("the answer is
-...", "Answer: ...", "#### ..."), or it is the formula or number at the end of that line. Numbers elsewhere in the text
-are never answers, so a truncated response gets no reward for an intermediate number.
+...", "Answer: ...", "#### ..."), or it is the formula or number at the end of that line. Lines of only marks or emoji,
+end tokens and emphasis do not count. Numbers elsewhere in the text are never answers, so a truncated response gets no
+reward for an intermediate number.
 
 Comparing answers. Most answers are integers or equal as text: `is_plainly_equal` decides these in linear time.
 math-verify parses and compares all others, twice: unchanged, and rewritten by `_REWRITES`. There are additional rules
-only where math-verify alone is wrong, each with an example ("a" != "b" where math-verify finds the two equal).
+only where math-verify alone is wrong, each with an example ("a" != "b" where math-verify finds the two equal). Texts of
+which math-verify reads only a part are not given to it unchanged. Congruences, and values under conditions, are taken
+apart first, and their parts compared.
 math-verify and sympy have no time limit, so `grader.MathGrader` calls `is_equal` in processes with limits.
 """
 
@@ -39,7 +42,10 @@ def response_from_query(query: str, prompt: str) -> str:
     return "<think>" + response if prompt.rstrip().endswith("<think>") else response
 
 
-_SPECIAL_TOKEN = re.compile(r"<\|\w{3,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?s>|<(?:bos|eos|pad|unk|end_of_turn)>")
+_SPECIAL_TOKEN = re.compile(
+    r"<\|\w{3,40}\|>|<\uff5c[^<>\n]{1,40}\uff5c>|</?s>|<(?:bos|eos|pad|unk|end_of_turn)>"
+    r"|<\w{3,20}\|>|<\w{2,10}:(?:bos|eos|pad|unk)>|\[\|\w{3,40}\|\]"
+)
 
 
 def is_correct(response: str, gold: str) -> bool:
@@ -83,13 +89,31 @@ class Answer:
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$]*(?:\w\s*(?:=|is)[\s$]*)?")
-_ANNOUNCED = re.compile(r"####|(?:\bfinal )?\banswers?\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=)\**:?", re.IGNORECASE)
+_ANNOUNCED = re.compile(
+    r"####|<answer>"
+    r"|(?:\bfinal )?\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=):?",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"\.\s+[A-Z]")
 _HOPE = re.compile(r"I hope (?:it|this) is correct\.?$")
 _FORMULA_START = re.compile(r"(?<!\\)\$|\\[(\[]")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
-# "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars."; not "If we take 7 and add".
-_FORMULA_OR_NUMBER_END = re.compile(r"(?:\$|\\[)\]])\s*[a-z]{0,20}\.?$|\d[\d,]*(?:\s[a-z]{1,20})?\.$")
+# "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars.", "She pays **18**"; not "If we take 7 and add".
+_FORMULA_OR_NUMBER_END = re.compile(
+    r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
+)
+# "7 or 8", "7 and 8."; math-verify would take one of them.
+_HEDGE = re.compile(
+    r"\bor\b\W{0,6}\d|\b(?:maybe|perhaps|possibly)\b|\d\W{0,3}(?:, (?:and )?| and )\W{0,3}\d[\d.,/]{0,20}\W{0,5}$",
+    re.IGNORECASE,
+)
+_EMOJI = re.compile("[\u2600-\u27bf\u2b50\ufe0e\ufe0f\u200d\U0001f000-\U0001faff]")
+# A "!" behind emphasis ends a sentence; others may be factorials.
+_EMPHASIS = re.compile(
+    r"(?<![\w)}\]$*])\*{1,3}(?=[^\s*])|(?<=[^\s*])\*{1,3}(?![\w({\\$*])!?|(?<!\w)__(?=\w)|(?<=\w)__(?!\w)!?"
+    r"|~~[^~]*~~|[`\"\u201c\u201d]!?"
+)
+_ONLY_MARKS = re.compile(r"[-*_=~#>`\s]*")  # a rule, or the end of a code block
 
 
 def find_answer(response: str) -> Answer | None:
@@ -99,28 +123,47 @@ def find_answer(response: str) -> Answer | None:
         return None
     boxed = _boxed(final)
     if boxed is not None:
+        boxed = _plain_letters(boxed)
         return Answer(boxed, f"\\boxed{{{boxed}}}") if boxed else None
     line = _last_line(final[-3 * _LONGEST :])
     if not line or len(line) > _LONGEST:
         return None
     passage: str | None
+    ends = _FORMULA_OR_NUMBER_END.search(line)
+    line = _EMPHASIS.sub("", line)
     announced = [match.span() for match in _ANNOUNCED.finditer(line)]
     if announced:
         text, passage = _SENTENCE_END.split(line[announced[-1][1] :])[0], line[announced[-1][0] :]
     else:
         start = _FORMULA_START.search(line)
         text = line[start.start() :] if start and _PROSE.search(line, 0, start.start()) else line
-        passage = line if _FORMULA_OR_NUMBER_END.search(line) else None
+        passage = line if ends else None
+    if _HEDGE.search(text):
+        passage = None
     return Answer(text.strip(), passage) if text.strip() else None
 
 
 def find_gold(gold: str) -> str:
     """Return the gold answer of a label: the content of its box, the text after "####", or the whole label."""
-    return (_boxed(gold) or gold.rpartition("####")[2]).strip()
+    return _plain_letters(_boxed(gold) or gold.rpartition("####")[2]).strip()
+
+
+def _plain_letters(text: str) -> str:
+    """Return a text with full-width letters and signs as ASCII, and with accents as one character with their letter."""
+    if len(text) > 3 * _LONGEST:  # NFC sorts accents in quadratic time
+        return text
+    return unicodedata.normalize("NFC", _FULL_WIDTH.sub(_nfkc, text))
+
+
+_FULL_WIDTH = re.compile("[\uff01-\uff5e]+")
 
 
 def _last_line(text: str) -> str:
-    text = _HOPE.sub("", text.rstrip()).rstrip()
+    text = _plain_letters(_EMOJI.sub("", _SPECIAL_TOKEN.sub("", text))).rstrip().removesuffix("</answer>")
+    lines = text.splitlines()
+    while lines and _ONLY_MARKS.fullmatch(lines[-1]):
+        lines.pop()
+    text = _HOPE.sub("", "\n".join(lines).rstrip()).rstrip()
     stop = len(text)
     if text.endswith(("$$", r"\]")):  # a displayed formula has several lines
         stop = max(text.rfind("$$" if text.endswith("$$") else r"\[", 0, -2), 0)
@@ -197,16 +240,37 @@ def is_equal(answer: Answer, gold: str) -> bool:
     if words[0] == words[1]:
         return True
     if re.fullmatch(r"\(?[A-Z]\)?", words[1]) and (chosen := _CHOSEN.match(words[0])):  # "B. 15" == "B"
-        return chosen[1].upper() == words[1].strip("()")
+        is_one = not re.search(r"\b[A-J]\b", words[0][chosen.end() :])
+        return is_one and (chosen[1] if words[1] > "E" else chosen[1].upper()) == words[1].strip("()")
+    # Among words of the response, only the formula that math-verify finds is compared.
+    is_prose = bool(answer.passage and not answer.passage.startswith(r"\boxed") and _PROSE.search(answer.text))
+    if r"\equiv" in (gold_text if is_prose else text + gold_text):
+        return _are_congruent(text, gold_text)
+    cases, gold_cases = _cases(answer.text), _cases(gold)
+    if not is_prose and any(condition for _, condition in cases + gold_cases):
+        return len(cases) == len(gold_cases) and all(map(_is_equal_case, cases, gold_cases))
+    letters, gold_letters = _letters(text), _letters(gold_text)
     if (
         any(map(_QUALIFIER.search, words))  # "3\text{ or more}" != "3"
         or all(map(_IS_WORDS.match, words))  # "even" != "veen"
         or any(re.search(r"(?<![\d_^])\d+ \d", side) for side in (text, gold_text))  # "1 2" != "3"
-        or any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys())
+        or any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys() - {"unit"})
+        or _units_differ(marks.get("unit"), gold_marks.get("unit"))
+        or _lower(letters - gold_letters) & _lower(gold_letters - letters)  # "2n" != "2N"
+        or (_SUM.match(gold_text) and "=" not in text)  # "5" != "x+y=5"
+        or (not is_prose and _passed_over(text, gold_text) != _passed_over(gold_text, text))
+        or (not is_prose and _INEQUALITY.search(text) and _fraction(gold_text) is not None)  # "x > 5" != "5"
     ):
         return False
-    if not (_MISREAD.search(answer.text) or _MISREAD.search(gold)):
-        if answer.passage and _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
+    if text and text == gold_text:
+        return True
+    is_misread = any(_MISREAD.search(side) for side in (answer.text, gold))
+    if not is_prose:
+        is_misread |= len(_lower(letters)) < len(letters)  # math-verify reads "nN" as "n^2"
+        is_misread |= any(_PASSED_OVER.search(side) for side in (answer.text, gold))
+        is_misread |= bool(_VARIABLE_TERM.match(answer.text))
+    if answer.passage and not is_misread:
+        if _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
             return True
     if "," in text and "," in gold_text:  # "100, 101" == "100,101"; "1,000, 2,000" == "1000,2000"
         text, gold_text = (
@@ -223,6 +287,7 @@ def is_equal(answer: Answer, gold: str) -> bool:
 
 
 _SPACED_LIST = re.compile(r"-?[\d,]+(?:, -?[\d,]+)+")
+_SUM = re.compile(r"[^=<>]*(?:\+|[\w)}] ?-)[^=<>]*=")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox) ?\{([^{}]*)\}")
 _IS_WORDS = re.compile(r"[A-Za-z ,.'-]*(?:[a-z]{4}|\b(?:yes|no|odd|red)\b)[A-Za-z ,.'-]*$")
@@ -234,6 +299,7 @@ _QUALIFIER = re.compile(
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
+_VARIABLE_TERM = re.compile(r"[^=]*(?:[-+] ?[a-z]\b|(?<![a-zA-Z\\])[a-z] ?[-+])[^=]*$")  # "The answer is 5 + x" != "5"
 # Texts of which math-verify reads only a part: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
 # "2t" != "2" (but "2 m" == "2"), "2\binom{6}{3}" != "22", "x \not= 3" != "3", "\ln{(2)}^2" != "\ln 4".
 _MISREAD = re.compile(
@@ -244,7 +310,7 @@ _MISREAD = re.compile(
 
 
 def _words(text: str) -> str:
-    text = _TEXT.sub(r"\1", text.replace("$", " ").replace("**", "").replace("\\ ", " "))
+    text = _TEXT.sub(r"\1", _STYLE.sub("", text).replace("$", " ").replace("**", "").replace("\\ ", " "))
     text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
     return text.lower() if re.fullmatch(r"[Nn]o|[\w ,.'-]*[A-Za-z]{3}[\w ,.'-]*", text) else text
 
@@ -264,17 +330,26 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+# "\textcolor{red}{7}", "\underline{7}"
+_STYLE = re.compile(
+    r"\\(?:text)?color(?:box)? ?\{[a-zA-Z]+\}"
+    r"|\\(?:boldsymbol|bm|underline|emph|displaystyle|(?:footnote)?small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
+)
+_DOTS = r"\\[lc]?dots(?![a-z])"
 _PERCENT = r" ?\\?%| ?(?:\\text ?\{ ?)?\bper ?cent\b ?\}?"
 # Signs that math-verify does not know, each followed by one that it knows.
 _PAIRS = "\u2212 - \u2013 - \u2044 / \u00d7 \\times \u00b7 \\cdot \u2219 \\cdot \u00f7 \\div \u00b1 \\pm \u221a \\sqrt "
 _PAIRS += "\u00b0 ^\\circ \u221e \\infty \u03c0 \\pi \u03b1 \\alpha \u03b2 \\beta \u03b8 \\theta \u211d \\mathbb{R} "
 _PAIRS += "\u2205 \\emptyset \u2208 \\in \u222a \\cup \u2264 \\le \u2265 \\ge \u2260 \\ne "
-_PAIRS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10}"
+_PAIRS += "\u2261 \\equiv \u2026 \\ldots \u2030 \\permil "
+_PAIRS += r"\lbrace \{ \rbrace \} \langle ( \rangle ) \varnothing \emptyset \lg \log_{10} "
+_PAIRS += r"\varepsilon \epsilon \varphi \phi \vartheta \theta \dots \ldots"
 _SIGNS = dict(zip(_PAIRS.split()[::2], _PAIRS.split()[1::2], strict=True))
 # Rewrites of forms that math-verify cannot read, or misreads, each with an example.
 _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
+        (_STYLE.pattern, ""),
         ("[\u00bc-\u00be\u2150-\u215e]", lambda m: "\\frac{{{}}}{{{}}}".format(*_nfkc(m).split("\u2044"))),  # "3\u00bd"
         ("[\u00b2\u00b3\u00b9\u2070-\u207c]+", lambda m: f"^{{{_nfkc(m)}}}"),  # "10\u207b\u00b2"
         ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
@@ -293,6 +368,12 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\[dtc]?(frac|binom) ?(\d) ?(\d)", r"\\\1{\2}{\3}"),  # "\binom52"
         (r"(?<=[\d}]) ?\\[dt]?binom", r"\\cdot \\binom"),  # "2\binom{6}{3}" == "40"
         (r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot) ?\{(\d{1,20})\}", _repeating),  # "0.1\overline{6}"
+        (rf"(\d{{1,20}})\.(\d{{0,20}}?)(\d{{1,9}}?)\3{{2,9}} ?(?:{_DOTS}|\.\.\.)", _repeating),  # "0.1666\ldots"
+        (r"\^ ?(-(?:\d+|[a-z](?![a-z])))", r"^{\1}"),  # "10^-3"
+        (r"^\](?=[^\[\]]*[\[\]])", "("),  # "]0,1["
+        (r"\[(?= ?(?:\\cup|$))", ")"),
+        (r"^(?:\\text ?\{)? ?\([A-J]\) ?\}? ?(?=[^\s)}])", ""),  # "\textbf{(C)}\ 7" == "7"
+        ("; ?", ", "),  # "[1; 2]"
         (r"(?<![\d.])(\d+) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # "3 1/2"
         (r"^-?\d{1,3}(?: \d{3})+$", lambda m: m[0].replace(" ", "")),  # "12 000"
         (r"^\((\w), ?(\w)\) ?= ?\(([^(),]*),([^(),]*)\)$", r"\1=\3,\2=\4"),  # "(a,b)=(1,2)" == "(b,a)=(2,1)"
@@ -310,6 +391,13 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     ]
 ]
 
+# Signs that math-verify passes over: "y''" != "y'", "\{1,\ldots,9\}" != "\{1,9\}", "A^T" != "A".
+_PASSED_OVER = re.compile(
+    rf"(?<=[A-Za-z)}}'])(?<![A-Za-z]{{2}})'(?![A-Za-z])|{_DOTS}|\\(?:x?cancel|[hv]?phantom|prime|permil)(?![a-z])"
+    r"|\^\{?(?=\\top|T)|\\times(?=\\(?:vec|overrightarrow))|\\frac\{(?:d|\\partial)[^{}]*\}\{(?:d|\\partial)[a-z]\}"
+)
+_NESTED = re.compile(r"\\\{(?:[^\\]|\\[^{}])*\\\{")
+_CURRENCIES = {"\\$": "dollar", "\u20ac": "euro", "\u00a3": "pound sterling", "\u00a5": "yen"}
 _UNITS: dict[str, list[str]] = {}  # a unit's word or abbreviation: the words that it stands for
 for _names, _, _others in map(
     lambda group: group.partition("="),
@@ -318,28 +406,39 @@ for _names, _, _others in map(
     N|newton J|joule W|watt dollar cent euro am pm radian degree square|sq|2 cubic|cu|3 /|per mph=mi,/,hour""".split(),
 ):
     _UNITS |= {name: _others.split(",") if _others else [_names.split("|")[0]] for name in _names.split("|")}
+_KNOWN_UNITS = {word for words in _UNITS.values() for word in words}
+_DEGREE = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree(?![a-zA-Z])|\u00b0")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _UNIT_TEXT = re.compile(r"\\text ?\{[^{}]*\}")
 _UNIT = re.compile(
-    r"(?:(?<=[0-9})\]!])|(?<=\\pi)) ?"
+    r"(?:(?<=[0-9})\]!%])|(?<=\\pi)) ?"
     rf"((?:(?:{_UNIT_TEXT.pattern}|[A-Za-z]{{2,}}(?![A-Za-z]))(?:\^\{{?[23]\}}?)?(?:[ ./]|\\cdot(?![a-z]))*)+)$"
 )
 _BARE_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|sqrt|mod)\b)[A-Za-z]{4,}")
 _INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z])")
 
 
-def _rewrite(text: str) -> tuple[str, dict]:
-    """Return a text for math-verify, and marks that math-verify ignores: unit, base, ratio, brackets, variables."""
-    marks: dict[str, object] = {"unit": ["dollar"]} if text.startswith(r"\$") else {}
+def _rewrite(text: str) -> tuple[str, dict[str, Any]]:
+    """Return a text for math-verify, and marks that it ignores: unit, base, ratio, brackets, variables and others."""
+    units = {name for sign, name in _CURRENCIES.items() if text.startswith(sign)}
+    units |= {"%"} if re.search(_PERCENT, text) else set()
+    units |= {"degree"} if _DEGREE.search(text) and not _TRIGONOMETRY.search(text) else set()
+    marks: dict[str, Any] = {}
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text.strip())
     if match := _UNIT.search(text):
         bare = _BARE_WORD.sub("", _UNIT_TEXT.sub("", match[1]))
         if all(word in _UNITS for word in re.findall("[A-Za-z]+", bare)):
             text = text[: match.start()].rstrip()
-            words = re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1]))
-            units = [_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) for word in words]
-            if all(units):  # "3 hours" != "3 minutes"
-                marks["unit"] = sorted(word for unit in units if unit for word in unit)
+            for word in re.findall(r"[A-Za-z]+|[/23]", re.sub(r"\\[a-z]+|\.", "", match[1])):
+                singular = word if len(word) < 4 else word.lower().removesuffix("s")
+                units |= set(_UNITS.get(word) or _UNITS.get(word.lower().removesuffix("s")) or [singular])
+    if units:
+        marks["unit"] = units
+    if r"\{" in text:  # "\{\{1\},\{2\}\}" != "\{1,2\}"
+        marks["nested"] = bool(_NESTED.search(text))
+    if match := re.fullmatch(r"(?:\\text ?\{)?([A-Z]{3,})\}?", text):  # "HHT" != "HTH"
+        marks["sequence"] = match[1]
     if match := re.search(r"\d_\{?(\d+)\}?$", text):  # "101_2" != "101_3"
         marks["base"] = match[1]
     if text.count(":") > 1:  # "2:3:4" != "2:4:3"
@@ -351,11 +450,94 @@ def _rewrite(text: str) -> tuple[str, dict]:
     return text, marks
 
 
+def _passed_over(text: str, other: str) -> list[str]:
+    value = text if "=" in other else text.rpartition("=")[2]  # "f'(x)=2x" == "2x"
+    return _PASSED_OVER.findall(value.replace(" ", ""))
+
+
+def _units_differ(units: set[str] | None, others: set[str] | None) -> bool:
+    """Return whether both sides name a unit, and not the same: "3 hours" != "3 minutes", "7 ways" == "7 other ways"."""
+    if not units or not others or "unit" in units | others:
+        return False
+    return not (units <= others or others <= units) or bool((units ^ others) & _KNOWN_UNITS)
+
+
+def _are_congruent(text: str, gold: str) -> bool:
+    """Compare congruences by their left sides, residues and moduli."""
+    congruence, gold_congruence = _congruence(text), _congruence(gold)
+    if r"\equiv" not in gold and not _variables(congruence[0]):  # "7^{100} \equiv 1 \pmod{5}" == "1"
+        return congruence[1] == {gold}
+    return congruence == gold_congruence
+
+
+def _congruence(text: str) -> tuple[str, set[str], str]:
+    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text).replace(" ", "")
+    match = _CONGRUENCE.fullmatch(text)
+    if not match:
+        return text, set(), ""
+    residues = set()
+    for residue in re.split(r",|\\lor", match[2]):
+        for sign in ("", "-") if residue.startswith(r"\pm") else ("",):
+            value = sign + residue.removeprefix(r"\pm")
+            is_number = re.fullmatch(r"-?\d{1,99}", value) and re.fullmatch(r"[1-9]\d{0,99}", match[3])
+            residues.add(str(int(value) % int(match[3])) if is_number else value)
+    return match[1], residues, match[3]
+
+
+_CONGRUENCE = re.compile(r"([^=<>,]*?)\\equiv([^=<>]*?)[(,]*\\?[pb]?mod\{?([^{}()\\]+)\}?\)*")
+# What follows a value to say where it holds: "k\pi, k \in \mathbb{Z}", "x^2 for x > 0".
+_CONDITION = re.compile(
+    r",? ?\b(?:for|if|when|where|with)\b(?: (?:all|any|every))?"
+    r"|[,(](?= ?\(?[a-zA-Z] ?(?:\\(?:in|ne|neq|le|leq|ge|geq)\b|[<>\u2208]))"
+)
+_INTEGER = re.compile(r"(?:an?y? )?integers? (\w)|(\w) (?:is|are) (?:an?y? )?integers?")
+
+
+def _cases(text: str) -> list[tuple[str, str]]:
+    """Return the values of an answer, each with the condition under which it holds."""
+    if rows := re.fullmatch(r"(?:[^={}]*=)?\s*\\begin\{cases\}(.*?)\\end\{cases\}[\s.]*", text, re.DOTALL):
+        cells = [row.partition("&") for row in re.split(r"\\\\", rows[1]) if row.strip()]
+    else:
+        text = _TEXT.sub(r"\1", re.sub(r"(?<!\\)\\[,;:! ]|\$", " ", text))
+        match = _CONDITION.search(text)
+        is_condition = match and not _INEQUALITY.search(text[: match.start()]) and r"\in" not in text[: match.start()]
+        cells = [(text[: match.start()], "", text[match.end() :]) if match and is_condition else (text, "", "")]
+    conditions = [_CONDITION.sub("", _TEXT.sub(r"\1", cell)) for _, _, cell in cells]
+    conditions = [
+        re.sub(r"[\s{}]|\)$", "", _INTEGER.sub(r"\1\2\\in\\mathbb{Z}", each)).strip(",.") for each in conditions
+    ]
+    return [(value.strip(" ,"), each) for (value, _, _), each in zip(cells, conditions, strict=True)]
+
+
+def _is_equal_case(case: tuple[str, str], gold: tuple[str, str]) -> bool:
+    (value, condition), (gold_value, gold_condition) = case, gold
+    named = [re.fullmatch(r"(\w)\\in\\mathbbZ", each) for each in (condition, gold_condition)]
+    if named[0] and named[1]:  # "n\pi, n \in \mathbb{Z}" == "k\pi, k \in \mathbb{Z}"
+        value = re.sub(rf"(?<![A-Za-z\\]){named[0][1]}(?![A-Za-z])", named[1][1], value)
+    elif not condition or not gold_condition:  # it only says where the value is defined: "\frac{1}{x}, x \neq 0"
+        is_fraction = re.search(r"frac|/", value)
+        if not re.fullmatch(
+            r"(?:\w\\in\\mathbb[RZ]|\w\\neq?.*)?" if is_fraction else r"(?:\w\\in\\mathbb[RZ])?",
+            condition + gold_condition,
+        ):
+            return False
+    elif condition != gold_condition and not (
+        all(map(_INEQUALITY.search, (condition, gold_condition))) and is_equal(Answer(condition, None), gold_condition)
+    ):
+        return False
+    return is_equal(Answer(value, None), gold_value)
+
+
 def _parse(passage: str) -> list:
-    """Return the expressions that math-verify finds in a passage."""
-    from math_verify import grader, parse, parser
+    r"""Return the expressions that math-verify finds in a passage.
+
+    A box is read as a whole. If math-verify cannot, it would take the last number in it: "n \equiv 1 \pmod 3" != "3".
+    """
+    from math_verify import LatexExtractionConfig, grader, parse, parser
 
     grader.TIMEOUT_WARNING_SHOWN = parser.TIMEOUT_WARNING_SHOWN = True  # MathGrader has the limits
+    if passage.startswith(r"\boxed"):
+        return parse(passage, [LatexExtractionConfig()], parsing_timeout=None)
     return parse(passage, parsing_timeout=None)
 
 
@@ -387,16 +569,30 @@ def _parse_rewritten(text: str) -> list:
 
 
 def _parse_latex(text: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
 
     # Without `units`, which would take a final t or m for a unit.
     config = NormalizationConfig(units=False, malformed_operators=True, nits=False, boxed="none")
-    return parse_latex_cached(normalize_latex(text, config))
+    text = normalize_latex(text, config)
+    letters = _variables(text)
+    if len(_lower(letters)) < len(letters):  # "n(N+1)": math-verify has only lower case
+        return latex2sympy(text, None, True, False, None, ConversionConfig(lowercase_symbols=False))
+    return parse_latex_cached(text)
 
 
 def _variables(text: str) -> set[str]:
     return set(re.findall("[A-Za-z]", _COMMAND.sub("", text)))
+
+
+def _lower(letters: set[str]) -> set[str]:
+    return {letter.lower() for letter in letters}
+
+
+def _letters(text: str) -> set[str]:
+    r"""Return the variables and the commands of a text, such as x and \Gamma, but no sets such as \mathbb{R}."""
+    return _variables(re.sub(r"\\mathbb ?\{?[A-Z]\}?", "", text)) | set(_COMMAND.findall(text))
 
 
 def _agree(answers: list, golds: list) -> bool:
@@ -404,6 +600,8 @@ def _agree(answers: list, golds: list) -> bool:
     from math_verify import verify
     from sympy import Expr
 
+    if answers and _is_contradiction(answers[0]):  # "7 = 8" != "8"
+        return False
     if answers and golds and isinstance(answers[0], Expr) and isinstance(golds[0], Expr):
         try:
             same = _same_value(answers[0], golds[0])
@@ -415,6 +613,16 @@ def _agree(answers: list, golds: list) -> bool:
         if same is not None:
             return same
     return verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def _is_contradiction(answer: Any) -> bool:
+    """Return whether an answer says that two different numbers are equal; one of them may be rounded."""
+    from sympy import Eq
+
+    if not isinstance(answer, Eq) or not all(side.is_number for side in answer.args):
+        return False
+    left, right = (complex(side.doit()) for side in answer.args)
+    return abs(left - right) > 0.01 * max(abs(left), abs(right))
 
 
 def _same_value(a: Any, b: Any) -> bool | None:
@@ -443,6 +651,8 @@ def _same_value(a: Any, b: Any) -> bool | None:
         difference, size = abs(values[0] - values[1]), max(abs(value) for value in values)
         if size > 1e-60:  # otherwise both are 0, for which sympy computes no digits
             if difference > largest * size:
+                if sign == -1 and not any(value.is_real for value in values) and not (a.has(I) or b.has(I)):
+                    continue  # \sqrt{1/x} == 1/\sqrt{x}: both are real only for positive numbers
                 return False if sign == 1 else None  # \sqrt{x^2} and x
             if difference > smallest * size:
                 return None

@@ -1,7 +1,9 @@
 """The math grader: it compares answers, finds them in responses, and no answer can stop it.
 
 data/math_pairs.jsonl has an `answer` or a whole `response`, a `gold`, whether they are mathematically `equal`, the
-`kind`, and the verdict of plain math-verify. data/gold_answers.json has the gold answers of the benchmarks.
+`kind`, and the verdict of plain math-verify. data/math_pairs_adversarial.jsonl has 300 more, written before the grader
+was mended for them; `false_negative` is the reason why the grader misses a pair. data/gold_answers.json has the gold
+answers of the benchmarks.
 """
 
 import json
@@ -28,6 +30,7 @@ from openrlhf_bapo.math_tasks.grader import Grade, MathGrader
 
 DATA = Path(__file__).parents[1] / "data"
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
+ADVERSARIAL = [json.loads(line) for line in (DATA / "math_pairs_adversarial.jsonl").read_text().splitlines()]
 GOLDS = json.loads((DATA / "gold_answers.json").read_text())
 NEEDS_A_WORKER = "\\boxed{\\sqrt{8}}", "2\\sqrt{2}"
 # 9^(9^(9^9)) does not fit into any memory, and Python's power of integers does not return.
@@ -91,14 +94,25 @@ def test_the_grader_is_right_wherever_math_verify_is_right(patient_grader, capsy
     assert len(wrong) <= 12 and len(PAIRS) >= 600
 
 
+def test_the_300_adversarial_pairs_are_judged_right_except_the_named_false_negatives(patient_grader):
+    golds = [pair["gold"] for pair in ADVERSARIAL]
+    grades = patient_grader.grade([response_of(pair) for pair in ADVERSARIAL], golds)
+    wrong = [pair for pair, grade in zip(ADVERSARIAL, grades, strict=True) if pair["equal"] != grade.is_correct]
+    assert [pair for pair in wrong if not pair["equal"]] == []
+    assert [pair for pair in wrong if pair["equal"] == pair["math_verify"]] == []
+    assert wrong == [pair for pair in ADVERSARIAL if "false_negative" in pair]
+    assert len(ADVERSARIAL) == 300 and sum(not pair["equal"] for pair in ADVERSARIAL) == 158
+
+
 def test_the_recorded_verdicts_of_math_verify_are_those_of_the_installed_version():
-    pairs = random.Random(0).sample(PAIRS, 30)
+    pairs = random.Random(0).sample(PAIRS + ADVERSARIAL, 40)
     assert [pair for pair in pairs if math_verify_alone(pair) != pair["math_verify"]] == []
 
 
 def test_the_table_has_equal_pairs_and_near_misses_of_every_kind():
     counts = Counter((pair["kind"], pair["equal"]) for pair in PAIRS)
-    assert len(PAIRS) == len({(response_of(pair), pair["gold"]) for pair in PAIRS})
+    pairs = PAIRS + ADVERSARIAL
+    assert len(pairs) == len({(response_of(pair), pair["gold"]) for pair in pairs})
     assert all(counts[kind, equal] >= 4 for kind, _ in counts for equal in (True, False))
 
 
@@ -300,6 +314,57 @@ def test_units_and_signs_do_not_matter(value, unit):
     assert not equal(as_latex(value + 1) + unit, as_latex(value))
 
 
+@FEW
+@given(st.integers(-50, 50), st.integers(-50, 50), st.integers(2, 12), st.integers(2, 12), st.sampled_from("nm"))
+def test_congruences_are_equal_exactly_if_variable_modulus_and_residue_are(a, b, modulus, other_modulus, variable):
+    gold = f"n \\equiv {b} \\pmod{{{modulus}}}"
+    same = variable == "n" and (a - b) % modulus == 0
+    assert equal(f"{variable} \\equiv {a} \\pmod {modulus}", gold) == same
+    assert equal(f"{variable} \u2261 {a} (mod {modulus})", gold) == same
+    assert equal(f"n \\equiv {a} \\pmod{{{other_modulus}}}", gold) == (
+        modulus == other_modulus and (a - b) % modulus == 0
+    )
+    assert not equal(f"n = {b}", gold) and not equal(b, gold) and not equal(modulus, gold)
+
+
+@FEW
+@given(
+    st.sampled_from([r"2{}", r"\pi {}^2", r"{} = 3k+1", r"\frac{{{}}}{{b}}", r"({}, 1)", r"{}_1+k", r"k({}+1)"]),
+    st.sampled_from("nrx"),
+)
+def test_letters_of_another_case_are_other_variables(form, letter):
+    assert not equal(form.format(letter), form.format(letter.upper()))
+    assert not equal(f"{letter}({letter.upper()}+1)", f"{letter.upper()}({letter}+1)")
+    assert equal(f"{letter}({letter.upper()}+1)", f"{letter}{letter.upper()}+{letter}")
+
+
+@FEW
+@given(
+    st.integers(10, 10**6),
+    st.sampled_from(["**{}**", "*{}*", "__{}__", "`{}`", "\u201c{}\u201d", "${}$", "**${}$**", "{}"]),
+    st.sampled_from(
+        [
+            "",
+            ".",
+            "!",
+            "\n\n---",
+            "\n***",
+            "\n```",
+            " \U0001f389",
+            "\n\n\u2705\ufe0f",
+            "<turn|>",
+            "[|endofturn|]",
+            "<seed:eos>",
+        ]
+    ),
+)
+def test_the_answer_is_found_through_emphasis_rules_emoji_and_end_tokens(number, emphasis, end):
+    for start in ("The answer is ", "```\n**Final answer:** ", "Hm.\n## Final answer\n"):
+        response = start + emphasis.format(number) + end
+        assert is_correct(response, str(number)) and not is_correct(response, str(number)[1:])
+    assert not is_correct(f"If {emphasis.format(number)} were right, we would get{end}", str(number))
+
+
 plain_numbers = st.one_of(
     integers.map(str),
     integers.map("{:,}".format),
@@ -376,7 +441,15 @@ def test_a_number_in_the_middle_of_a_truncated_response_is_not_an_answer(number)
 @given(integers)
 def test_the_response_is_what_follows_the_prompt_without_special_tokens(number):
     prompt = "<|im_start|>user\nPut it into \\boxed{1}.<|im_end|>\n<|im_start|>assistant\n"
-    for end in ("<|im_end|>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", ""):
+    other_models = (
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "</s>",
+        "<eos>",
+        "<turn|>",
+        "[|endofturn|]",
+        "<seed:eos>",
+    )
+    for end in ("<|im_end|>", "<|endoftext|>", *other_models, ""):
         for query in (f"{prompt}#### {number}{end}", f"{prompt[30:]}#### {number}{end}"):
             assert response_from_query(query, prompt) == f"#### {number}"
     thinking = prompt + "<think>\n"
@@ -429,6 +502,11 @@ HOSTILE = [
     "the answer is " * 70_000,
     "answer " * 100_000,
     "I hope it is correct." * 40_000,
+    "\\boxed{e" + "\u0301\u0323" * 300_000 + "}",
+    "The answer is e" + "\u0301\u0323" * 900,
+    "The answer is 1" + ", 1" * 600 + "," * 100 + "x",
+    "---\n" * 250_000,
+    "**" * 500_000,
     "x\n\udfff",
     "\\boxed{5",
     "}}}}\\boxed 5}",
