@@ -122,9 +122,8 @@ def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
     """
     plan = Plan(problems=list(find_clashes(args, shape.num_attention_heads, shape.max_position_embeddings)))
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
-    if args.ds.lora.rank:
-        trained = training_setup(args).num_trained(shape)
-        plan.facts["trained"] = f"an adapter of rank {args.ds.lora.rank}, {trained / 1e6:,.1f} million parameters"
+    if adapter := _num_adapter(args, shape):
+        plan.facts["trained"] = f"an adapter of rank {args.ds.lora.rank}, {adapter / 1e6:,.1f} million parameters"
     _count_gpus(plan, args)
     _count_steps(plan, args)
     if plan.problems:
@@ -197,7 +196,7 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
     Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
     n, weight_bytes = shape.num_parameters, 4 if args.ds.param_dtype == "fp32" else 2
-    adapter = training_setup(args).num_trained(shape) if args.ds.lora.rank else 0
+    adapter = _num_adapter(args, shape)
     name, saved = ("the adapter", adapter) if adapter else ("the model", n)
     terms = {"--ckpt.output_dir": [Term(name, weight_bytes * saved, f"{saved:,} parameters x {weight_bytes} bytes")]}
     if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
@@ -267,8 +266,17 @@ def training_setup(args: Namespace) -> TrainingSetup:
         temperature=args.rollout.temperature,
         entropy_coef=args.actor.entropy_coef,
         lora_rank=args.ds.lora.rank,
-        lora_targets=() if args.ds.lora.target_modules == "all-linear" else tuple(args.ds.lora.target_modules),
+        lora_targets=_lora_targets(args),
     )
+
+
+def _lora_targets(args: Namespace) -> tuple[str, ...]:
+    return () if args.ds.lora.target_modules == "all-linear" else tuple(args.ds.lora.target_modules)
+
+
+def _num_adapter(args: Namespace, shape: ModelShape) -> int:
+    """Count the parameters of the LoRA adapter; 0 without one."""
+    return args.ds.lora.rank * sum(shape.adapter_sizes(_lora_targets(args)))
 
 
 def engine_setup(args: Namespace) -> EngineSetup:

@@ -94,6 +94,7 @@ SIZES = {
     "train.max_tokens_per_gpu": 24,
     "ds.param_dtype": "bf16",
     "critic.adam.lr": 1e-3,
+    "train.ema_beta": 0.5,  # with OpenRLHF's 0.992 bf16 rounds two steps' averages to the start
     "train.agent_func_path": AGENT,
     "reward.remote_url": None,
 }
@@ -196,7 +197,7 @@ class Run:
     @property
     def error(self) -> str:
         """The last line of the last traceback."""
-        raised = re.findall(r"^(?:\S*\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", self.log, re.MULTILINE)
+        raised = re.findall(r"(?<!\w)(\w*(?:Error|Exception): .*)$", self.log, re.MULTILINE)
         return raised[-1][:160] if raised else self.log.strip().splitlines()[-1][:160]
 
 
@@ -265,7 +266,7 @@ def _compare_with_upstream(ppo: Run, upstream: Run, reason: str | None, start: d
     if largest == 0:
         trained = [float(weight.abs().max()) for name, weight in ppo.weights.items() if "lora_B" in name]
         trained += [_gap(weight, ppo.weights[f"/{name}"]) for name, weight in start.items() if not trained]
-        return "equal to the bit" + ("" if max(trained) else ", and nothing was trained"), True
+        return "equal to the bit" + ("" if max(trained) else "; the saved weights did not move"), True
     return f"differs by up to {largest:.1g}" + (f": {reason}" if reason else ""), reason is not None
 
 

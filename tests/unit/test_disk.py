@@ -46,6 +46,15 @@ def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_po
     assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
 
 
+def test_with_lora_the_saved_model_is_the_adapter_also_before_openrlhf_has_filled_in_its_flags(directory):
+    shape, adapter = read_shape(str(directory / "model")), 8 * (2 * (4 * 128 + 3 * 160))
+    args = parse(directory, ds__lora__rank=8, ckpt__max_num=1, train__dynamic_batch_enable=True)
+    args.rollout.max_tokens_per_gpu = None  # the command asks before OpenRLHF does
+    found = {flag: {term.name: term.bytes for term in terms} for flag, terms in disk_terms(args, shape).items()}
+    expected = {"actor": 2 * shape.num_parameters + 14 * adapter}
+    assert found == {"--ckpt.output_dir": {"the adapter": 2 * adapter}, "--ckpt.path": expected}
+
+
 def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(directory, tmp_path):
     args = parse(directory, ckpt__path=tmp_path / "new/ckpt", ckpt__output_dir=tmp_path / "out")
     shape = read_shape(str(directory / "model"))
