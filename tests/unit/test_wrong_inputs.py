@@ -307,6 +307,14 @@ COMMANDS = {
         {f"algo.advantage.is_correction_{name}": value for name, value in (("level", "token"), ("gating", "tv"))},
         ["--algo.advantage.is_correction_threshold 0.5 5.0: allowed with ", "gating tv: one number"],
     ),
+    "an average that keeps the initial weights": (
+        dict(train__enable_ema=True, ds__zero_stage=3),
+        [
+            "--train.enable_ema: with --ds.zero_stage 3",
+            "the initial weights",
+            "allowed with --ds.zero_stage 0, 1 and 2",
+        ],
+    ),
     "muon on parts of weights": (
         dict(actor__optim="muon", ds__zero_stage=3),
         ["--actor.optim muon: DeepSpeed does not have it with --ds.zero_stage 3"],
