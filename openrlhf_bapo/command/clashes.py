@@ -90,8 +90,8 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Iterator[str]:
     if train.enable_ema and ds.zero_stage == 3:
         # DeepSpeed's GatheredParameters drops what OpenRLHF's moving_average writes into the gathered copy.
         yield (
-            "--train.enable_ema: with --ds.zero_stage 3 OpenRLHF's average keeps the initial weights, and these would be "
-            "saved; allowed with --ds.zero_stage 0, 1 and 2"
+            "--train.enable_ema: with --ds.zero_stage 3 OpenRLHF's average keeps the initial weights, and saves them; "
+            "allowed with --ds.zero_stage 0, 1 and 2"
         )
     if num_gpus % ds.zpg:
         yield f"--ds.zpg {ds.zpg}: must divide the actor's {num_gpus} GPUs"
