@@ -81,8 +81,8 @@ def test_a_run_counts_the_groups_that_it_does_not_train_on_and_the_prompts_that_
 def test_a_run_whose_updates_are_all_skipped_fails_and_says_why(tmp_path):
     (tmp_path / "rule.py").write_text(INFINITE)
     rule = dict(policy_loss=f"{tmp_path}/rule.py:Infinite", bapo__max_skipped_updates=100)
-    code, lines, steps = run(tmp_path, "False", **rule)
-    assert code == 1 and len(steps) == 4
+    code, lines, _ = run(tmp_path, "False", **rule)
+    assert code == 1
     # 16 groups of 4 samples make two optimizer steps of 32 samples.
     assert lines[-3].endswith(
         "openrlhf-bapo: the run has ended: nothing was trained: 4 of 4 planned training steps (8 of 8 optimizer steps "

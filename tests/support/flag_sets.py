@@ -205,7 +205,7 @@ def run(directory: Path, argv: list[str], name: str, command=pipeline.TRAIN, **e
     """Run a training command to its end, whatever it is."""
     log = directory / f"{name}.log"
     with pipeline.running([pipeline.warm_python(), *command, *argv], log, **environment) as process:
-        code = process.wait(1800)
+        code = process.wait()
     weights = {}
     for file in sorted((directory / name).rglob("*.safetensors")) + sorted(
         (directory / name).rglob("adapter_model.bin")

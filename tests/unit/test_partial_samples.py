@@ -472,7 +472,7 @@ def saved_beside_a_checkpoint(directory, generator, state) -> list[str]:
     """Save the generator's unfinished responses with a checkpoint, and return the flags of a run that resumes it."""
     from openrlhf_bapo.openrlhf.replay_checkpoint import _partial_fingerprint
 
-    (directory / "ckpt/_actor").mkdir(parents=True, exist_ok=True)
+    pipeline.make_checkpoint(directory / "ckpt/_actor/global_step1")
     (directory / "ckpt/_actor/latest").write_text("global_step1")
     generator.pool.save(directory / "ckpt/_partial/global_step1", state, _partial_fingerprint(generator.args))
     sizes = dict(rollout__n_samples_per_prompt=NUM_SAMPLES, train__batch_size=6, train__micro_batch_size=6)

@@ -67,9 +67,7 @@ def resume(directory, tmp_path):  # noqa: F811
     for engine in generator.vllm_engines:
         engine.llm.policy_version = 1
     samples, *_ = generator.generate_samples(**GENERATE)
-    checkpoint = tmp_path / "ckpt/_actor/global_step1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "mp_rank_00_model_states.pt").touch()
+    pipeline.make_checkpoint(tmp_path / "ckpt/_actor/global_step1")
     (tmp_path / "ckpt/_actor/latest").write_text("global_step1")
     state = {"policy_version": 9, "steps_by_version": [0] * 10, "version_offset": 7}
     samples.buffer.save(tmp_path / "ckpt/_buffer/global_step1", state, _groups_fingerprint(generator.args))

@@ -41,6 +41,7 @@ def test_threads_have_ended_when_ray_is_shut_down(end, monkeypatch):
     for name in ("watch_engines", "warn_of_small_disks", "use_checkpoint", "_prepare_ray"):
         monkeypatch.setattr(train_ppo_ray, name, lambda *_: None)
     monkeypatch.setattr(train_ppo_ray, "run_upstream", lambda argv, prepare, start: prepare(Namespace(**ARGS)))
+    monkeypatch.setattr(train_ppo_ray, "describe_training", lambda _: "")  # nothing has run
     monkeypatch.setattr(ray, "shutdown", lambda: seen.append(ended.is_set()))
     monkeypatch.setattr(train_ppo_ray, "end_threads", partial(end_threads, PATIENCE))
     start_thread(ask)

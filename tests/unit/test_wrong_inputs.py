@@ -968,7 +968,7 @@ def test_a_home_that_cannot_be_written_is_refused_with_the_cache_and_its_variabl
     environment = {name: str(directory / name) for name in CACHES if name != cache} | {"HOME": home}
     environment = {name: value for name, value in os.environ.items() if name not in CACHES} | environment
     program = [sys.executable, "-m", "openrlhf_bapo.cli.main", "train", *argv(directory, {})]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=3600, cwd=directory, env=environment)
+    run = subprocess.run(program, capture_output=True, text=True, cwd=directory, env=environment)
     line = run.stderr.splitlines()[-1]
     assert run.returncode == 2 and line.startswith(f"openrlhf-bapo: {cache} {home}/.cache/"), run.stderr
     assert "cannot be written (" in line and line.endswith(f"allowed: another {cache}, or a HOME that can be written")
