@@ -120,7 +120,7 @@ CALLABLES = [
     ),
     ("openrlhf.trainer.ppo_trainer", "BasePPOTrainer.init_checkpoint_states", ["self"]),
     ("ray.experimental.internal_kv", "_internal_kv_put", ["key", "value", "namespace"]),
-    ("ray.experimental.internal_kv", "_internal_kv_exists", ["key", "namespace"]),
+    ("ray.experimental.internal_kv", "_internal_kv_get", ["key", "namespace"]),
     ("openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator.generate_samples", ["self"]),
     (
         "openrlhf.trainer.ppo_utils.samples_generator",

@@ -49,10 +49,10 @@ def directory(tmp_path):
 def without_ray_or_signals(monkeypatch):
     from openrlhf.trainer import ppo_trainer
 
-    from openrlhf_bapo.openrlhf import interrupts
+    from openrlhf_bapo.openrlhf import job_store
 
-    monkeypatch.setattr(interrupts, "_exists", lambda key: False)
-    monkeypatch.setattr(interrupts, "_put", lambda key: None)
+    monkeypatch.setattr(job_store, "get", lambda key: None)
+    monkeypatch.setattr(job_store, "put", lambda key, value=b"": None)
     monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))
 
 
@@ -82,7 +82,7 @@ class Actors:
 
     def fit(self, kl_ctl: float) -> list[dict]:
         self.before_step(len(self.steps))
-        return [{"offpolicy/optimizer_steps_taken": 2, **TIMINGS}]
+        return [{"optimizer_steps_taken": 2, **TIMINGS}]
 
     def broadcast_to_vllm(self) -> list:
         for engine in self.engines:
@@ -90,13 +90,12 @@ class Actors:
         return []
 
     def save_checkpoint(self, tag: str, client_states: dict, **_) -> list:
-        (self.folder / tag).mkdir(parents=True)
-        torch.save(client_states, self.folder / tag / "mp_rank_00_model_states.pt")
+        torch.save(client_states, pipeline.make_checkpoint(self.folder / tag) / "client_states.pt")
         (self.folder / "latest").write_text(tag)
         return []
 
     def get_checkpoint_states(self) -> list[dict]:
-        return [torch.load(self.folder / (self.folder / "latest").read_text() / "mp_rank_00_model_states.pt")]
+        return [torch.load(self.folder / (self.folder / "latest").read_text() / "client_states.pt")]
 
 
 def make_trainer(directory, before_step=lambda _: None, **flags):
