@@ -31,8 +31,12 @@ def check_labels(file: Path, where: str, key: str) -> None:
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
-        labels = pyarrow.parquet.read_table(file, columns=[key])[key].to_pylist()
-        return warn_of_labels([(f"row {number}", label) for number, label in enumerate(labels, 1)], where)
+        column = pyarrow.parquet.read_table(file, columns=[key])[key]
+        kinds = ("is_string", "is_large_string", "is_integer", "is_floating", "is_boolean")
+        if not column.null_count and any(getattr(pyarrow.types, kind)(column.type) for kind in kinds):
+            return None  # millions of labels need not become Python objects
+        labels = [(f"row {number}", label) for number, label in enumerate(column.to_pylist(), 1)]
+        return warn_of_labels(labels, where)
     if file.suffix == ".csv":
         with open(file, newline="", encoding=ENCODING) as stream:
             rows: list[tuple[str, Any]] = [(f"row {n}", row[key]) for n, row in enumerate(csv.DictReader(stream), 1)]

@@ -6,5 +6,5 @@ each process under way.
 """
 
 PATIENCE = 3000
-"""Seconds per test, fixtures included. The longest test takes 59 s on two idle cores without instructions for bf16, and
-five minutes beside ten other processes; this is ten times as long."""
+"""Seconds per test, fixtures included. The longest test, the quickstart, takes 250 s in `.ci/run` on two cores without
+instructions for bf16; this is twelve times as long."""

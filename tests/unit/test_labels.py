@@ -1,7 +1,9 @@
 """Labels that the loader would change, and labels that a grader cannot read."""
 
+import datetime
 import json
 
+import pandas
 import pytest
 
 from openrlhf_bapo.command.labels import check_labels
@@ -73,13 +75,23 @@ def test_a_csv_label_passes_if_its_text_or_its_number_stays(label, changes, tmp_
         check_labels(file, "--eval.dataset rows.csv", "label")
 
 
-@pytest.mark.parametrize("label", [None, ["3"], {"answer": "3"}])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_label_that_is_not_text_and_not_a_number_is_warned_of_and_not_graded(label, kind, tmp_path, capsys):
-    import pandas
+@pytest.mark.parametrize("labels", [["3", "2024-01-05"], [3, 2**62], [0.5, 3.0], [True, False]])
+def test_texts_and_numbers_of_a_parquet_file_pass(labels, tmp_path, capsys):
+    pandas.DataFrame({"input": ["q", "q"], "label": labels}).to_parquet(tmp_path / "rows.parquet")
+    check_labels(tmp_path / "rows.parquet", "--data.prompt_dataset rows", "label")
+    assert capsys.readouterr().err == ""
 
-    file = write(tmp_path, [label, label], f"rows.{kind}")
-    if kind == "parquet":
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [(kind, label) for kind in ("jsonl", "parquet") for label in (None, ["3"], {"answer": "3"})]
+    + [("parquet", datetime.date(2024, 1, 5))],
+)
+def test_a_label_that_is_not_text_and_not_a_number_is_warned_of_and_not_graded(kind, label, tmp_path, capsys):
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        write(tmp_path, [label, label])
+    else:
         pandas.DataFrame({"input": ["q", "q"], "label": [label, label]}).to_parquet(file)
     check_labels(file, "--data.prompt_dataset rows", "label")
     (line,) = capsys.readouterr().err.splitlines()
