@@ -98,3 +98,9 @@ def test_a_label_that_is_not_text_and_not_a_number_is_warned_of_and_not_graded(k
     assert "--data.prompt_dataset rows: 2 of 2 labels are not text and not a number" in line
     with pytest.raises(TypeError, match="the label is"):
         reward_func(["q \\boxed{None}"], ["q"], [label])
+
+
+def test_a_missing_label_among_the_texts_of_a_parquet_file_is_warned_of(tmp_path, capsys):
+    pandas.DataFrame({"input": ["q", "q"], "label": ["3", None]}).to_parquet(tmp_path / "rows.parquet")
+    check_labels(tmp_path / "rows.parquet", "--data.prompt_dataset rows", "label")
+    assert "1 of 2 labels are not text and not a number (row 2 has None)" in capsys.readouterr().err
