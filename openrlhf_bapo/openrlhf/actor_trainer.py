@@ -19,7 +19,7 @@ from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
 from openrlhf_bapo.openrlhf.lora import merged_for_engines
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
-from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, save_clip_rule
+from openrlhf_bapo.openrlhf.replay_checkpoint import adapter_settings, load_clip_rule, save_clip_rule
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, is_tapered
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
@@ -240,13 +240,13 @@ def _clip_rule(args: Namespace, loss: PolicyLoss) -> ClipRule | None:
     return clip_rule_from_args(args)
 
 
-def _saving_clip_rule(save_checkpoint: Callable) -> Callable:
+def _saving_settings(save_checkpoint: Callable) -> Callable:
     @functools.wraps(save_checkpoint)
-    def saving(self: Any, tag: str, *args: Any, **kwargs: Any) -> Any:
-        rule = self.trainer._rule
+    def saving(self: Any, tag: str, client_states: dict | None = None, **kwargs: Any) -> Any:
+        rule, args = self.trainer._rule, self.strategy.args
         if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
-            save_clip_rule(self.strategy.args, tag, rule.state_dict())
-        return save_checkpoint(self, tag, *args, **kwargs)
+            save_clip_rule(args, tag, rule.state_dict())
+        return save_checkpoint(self, tag, (client_states or {}) | {"lora": adapter_settings(args)}, **kwargs)
 
     return saving
 
@@ -266,6 +266,6 @@ def use_actor_trainer(upstream: Any) -> None:
     """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
     actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
     actor.init_model_from_pretrained = _counting_global_steps(actor.init_model_from_pretrained)
-    actor.save_checkpoint = _saving_clip_rule(actor.save_checkpoint)
+    actor.save_checkpoint = _saving_settings(actor.save_checkpoint)
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader

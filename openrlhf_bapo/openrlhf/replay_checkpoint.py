@@ -193,7 +193,7 @@ def newest_whole_checkpoint(args: Namespace) -> tuple[str | None, str]:
             continue  # the run was killed while it wrote this checkpoint
         try:
             for folder in folders:
-                _check_files(folder / tag)
+                _check_adapter(folder / tag, _check_files(folder / tag), args)
             for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
                 load(args, tag)
         except SavedStateError as error:
@@ -211,11 +211,34 @@ def _problem_of_latest(folders: list[Path]) -> str:
     return ""
 
 
-def _check_files(folder: Path) -> None:
+def adapter_settings(args: Namespace) -> dict[str, str]:
+    """Return the flags that must not change when a LoRA adapter is resumed; DeepSpeed saves its weights alone."""
+    lora = args.ds.lora
+    if not lora.rank:
+        return {"--ds.lora.rank": "0"}
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(sorted(lora.target_modules))
+    return {
+        "--ds.lora.rank": str(lora.rank),
+        "--ds.lora.alpha": str(lora.alpha),
+        "--ds.lora.target_modules": targets,
+    }
+
+
+def _check_adapter(folder: Path, head: dict, args: Namespace) -> None:
+    now = adapter_settings(args)
+    for flag, value in head.get("lora", now).items():
+        if value != now.get(flag, value):
+            raise SavedStateError(f"{folder} was trained with {flag} {value}, and this run has {now[flag]}")
+
+
+def _check_files(folder: Path) -> dict:
     """Refuse a checkpoint of DeepSpeed that lacks a rank's file, or has one that is cut off.
 
     Rank 0 writes `latest` even if another rank's node has lost the folder or the power. torch.save writes zip archives,
     whose directory is at their end. So little of each file is read.
+
+    Returns:
+        What a file of the model holds besides weights: the states that the run saved, and DeepSpeed's.
 
     Raises:
         SavedStateError
@@ -241,6 +264,7 @@ def _check_files(folder: Path) -> None:
         if file is None:
             raise SavedStateError(f"{folder} lacks {name}, which a node could not write")
         _check_archive(file)
+    return head
 
 
 def _check_archive(file: Path) -> None:

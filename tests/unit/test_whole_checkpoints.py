@@ -127,3 +127,43 @@ def test_the_last_line_of_a_run_promises_what_the_same_command_does(restored, ca
     with pytest.raises(SystemExit):
         parse(argv)
     assert f"no checkpoint of --ckpt.path {path} can be resumed, because {file}" in capsys.readouterr().err
+
+
+ADAPTER = ["--ds.lora.rank", "4", "--ds.lora.alpha", "32", "--ds.lora.target_modules", "v_proj", "q_proj"]
+OTHERS = {
+    "another rank": ("adapter", [*ADAPTER, "--ds.lora.rank", "8"], "rank 4, and this run has 8"),
+    "another alpha": ("adapter", [*ADAPTER, "--ds.lora.alpha", "16"], "alpha 32, and this run has 16"),
+    "other modules": (
+        "adapter",
+        [*ADAPTER, "--ds.lora.target_modules", "all-linear"],
+        "target_modules q_proj v_proj, and this run has all-linear",
+    ),
+    "no adapter": ("adapter", [], "rank 4, and this run has 0"),
+    "an adapter on a whole model": ("whole", ADAPTER, "rank 0, and this run has 4"),
+}
+
+
+@pytest.fixture(scope="module")
+def with_and_without_adapter(tmp_path_factory):
+    directory = pipeline.make_model(tmp_path_factory.mktemp("adapter"))
+    commands = {folder: pipeline.flags(directory, ckpt__path=directory / folder) for folder in ("adapter", "whole")}
+    samples = [pipeline.make_experience([3, 5, 2, 7] * 8)]
+    pipeline.train_policy_actors(directory, commands["adapter"] + ADAPTER, samples, save_after=1)
+    pipeline.train_policy_actors(directory, commands["whole"], samples, save_after=1)
+    return {folder: [*command, "--ckpt.load_enable"] for folder, command in commands.items()}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_adapter_is_refused(with_and_without_adapter, capsys, other):
+    folder, given, reason = OTHERS[other]
+    with pytest.raises(SystemExit):
+        parse(with_and_without_adapter[folder] + given)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder}/_actor/global_step1 was trained with --ds.lora.{reason}; without the flag the run starts" in line
+
+
+@pytest.mark.parametrize(
+    ("folder", "given"), [("adapter", [*ADAPTER, "--ds.lora.target_modules", "q_proj", "v_proj"]), ("whole", [])]
+)
+def test_a_checkpoint_of_the_same_adapter_is_resumed(with_and_without_adapter, folder, given):
+    assert parse(with_and_without_adapter[folder] + given).ckpt.resume_from == "global_step1"
