@@ -21,6 +21,7 @@ mkdir -p "$run"
 echo "training in $run (the whole output goes to train.log)"
 export PATH="$VENV/bin:$PATH" PYTHONPATH="$PWD/examples/verl${PYTHONPATH:+:$PYTHONPATH}"
 export VERL_USE_EXTERNAL_MODULES=verl_cpu TENSORBOARD_DIR=$run/tensorboard
+export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}" # GiB; else half of the memory, filled with zeros
 small=(
   trainer.total_training_steps=8 trainer.val_before_train=False
   data.train_batch_size=16 data.max_prompt_length=8 data.max_response_length=8 data.dataloader_num_workers=0

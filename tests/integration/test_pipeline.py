@@ -37,6 +37,8 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
     upstream_command = (str(pipeline.SUPPORT / "upstream_train.py"),)
     upstream = pipeline.train(directory, pipeline.flags(directory, **flags), "upstream", upstream_command)
     assert "bapo=namespace(" in ours and "bapo=namespace(" not in upstream  # it really was OpenRLHF's own command
+    # The engine has memory for its 128 sequences at full length and for vLLM's empty block, not 1 GiB.
+    assert "for 24 tokens per request: 129.00x" in ours
 
     ours, upstream = pipeline.steps(ours), pipeline.steps(upstream)
     assert len(ours) == len(upstream) == 3

@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",  # processes share the cores
     "TORCHDYNAMO_DISABLE": "1",  # compiling costs more time than it saves in short runs
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per engine
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per engine at most
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no further process per engine
 }
@@ -57,6 +57,7 @@ def _activate(torch: ModuleType) -> None:
         "openrlhf.trainer.ray.vllm_worker_wrap": _worker_device,
         "transformers.modeling_utils": _sdpa_for_flash_attention,
         "vllm.model_executor.layers.utils": _unpacked_linear_layers,
+        "vllm.v1.worker.cpu_worker": _kv_cache_without_unused_blocks,
     }.items():
         wrapt.register_post_import_hook(hook, name)
 
@@ -220,3 +221,18 @@ def _unpacked_linear_layers(layers_utils: Any) -> None:
         layer.cpu_linear = linear
 
     layers_utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+
+
+def _kv_cache_without_unused_blocks(cpu_worker: Any) -> None:
+    # vLLM fills its whole cache with zeros when it starts. The engines of small models use a small part of it.
+    worker = cpu_worker.CPUWorker
+    upstream = worker.determine_available_memory
+
+    @functools.wraps(upstream)
+    def determine_available_memory(self: Any) -> int:
+        config, layers = self.vllm_config, self.get_kv_cache_spec().values()
+        per_sequence = sum(layer.max_memory_usage_bytes(config) for layer in layers)
+        empty_block = sum(layer.page_size_bytes for layer in layers)
+        return min(upstream(self), config.scheduler_config.max_num_seqs * per_sequence + empty_block)
+
+    worker.determine_available_memory = determine_available_memory
