@@ -27,6 +27,8 @@ def describe_training(args: dict) -> str:
     reasons = [
         words.format(count=groups[name], range=limits) for name, words in _REASONS.items() if groups.get(name, 0)
     ]
+    if alone := steps["critic_alone"]:
+        reasons.append(f"{alone} of them trained the critic alone (--critic.freezing_steps)")
     if skipped := steps["updates_skipped"]:
         total = skipped + steps["updates"]
         reasons.append(f"{skipped} of {total} optimizer steps were skipped: their loss or gradient was not finite")

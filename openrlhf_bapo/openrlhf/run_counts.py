@@ -54,7 +54,13 @@ def count_steps(trainer: type[Any]) -> None:
     @functools.wraps(start)
     def init_checkpoint_states(self: Any) -> dict:
         states = start(self)
-        self.counted = {"before": states["global_step"], "made": 0, "updates": 0, "updates_skipped": 0}
+        self.counted = {
+            "before": states["global_step"],
+            "made": 0,
+            "critic_alone": 0,
+            "updates": 0,
+            "updates_skipped": 0,
+        }
         note(STEPS, self.counted)
         return states
 
@@ -62,6 +68,7 @@ def count_steps(trainer: type[Any]) -> None:
     def ppo_train(self: Any, *args: Any, **kwargs: Any) -> dict:
         status = train(self, *args, **kwargs)
         # They are missing while --critic.freezing_steps lets only the critic train.
+        self.counted["critic_alone"] += "optimizer_steps_taken" not in status
         updates = status.pop("optimizer_steps_taken", 0)
         self.experience_maker.num_optimizer_steps += updates
         self.counted["made"] += 1

@@ -104,8 +104,10 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         if (saved := self._saved_buffer) is not None:
             self._saved_buffer, self._sample_buffer = None, saved.experiences()
             self._dataloader_iter = None if saved.exhausted else iter(self.prompts_dataloader)
-        samples, *others = super().generate_samples(**generate_kwargs)
+        samples, pass_rate, *others = super().generate_samples(**generate_kwargs)
         size = self.args.rollout.n_samples_per_prompt
+        if pass_rate is not None:
+            pass_rate /= size  # upstream divides the number of samples by that of prompts
         is_short = len(samples) < self.args.rollout.batch_size * size
         if is_short and (self._has_lost_groups or self._needs_whole_steps):
             num_groups = len(samples) // size
@@ -122,7 +124,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             buffer = SampleBuffer.of(self._sample_buffer, self._dataloader_iter is None)
         if self.args.train.async_enable:
             metrics["rollout/samples_waiting"] = float(len(self._sample_buffer))
-        return RolloutSamples(samples, metrics, buffer=buffer), *others
+        return RolloutSamples(samples, metrics, buffer=buffer), pass_rate, *others
 
     def take_up_buffer(self, buffer: SampleBuffer) -> None:
         """Continue with the samples that waited when the checkpoint was written."""

@@ -41,6 +41,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
     trainer.init_checkpoint_states = _resuming_after_the_data(trainer.init_checkpoint_states)
     _after(trainer, "init_checkpoint_states", _save_pools_first)
+    _after(trainer, "init_checkpoint_states", _send_a_frozen_actor_no_samples)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
         _after(trainer, name, lambda trainer: remove_pruned(trainer.args))
     end_when_interrupted(trainer)
@@ -148,6 +149,23 @@ def _save_pools_first(trainer: Any) -> None:
         return upstream(method_name, *args, **kwargs)
 
     actors.async_run_method = async_run_method
+
+
+def _send_a_frozen_actor_no_samples(trainer: Any) -> None:
+    """Leave the actor's buffer empty while the critic trains alone (`--critic.freezing_steps`).
+
+    OpenRLHF empties it only after the actor has trained. So the actor's first step would train on the samples of all
+    steps before it, with the advantages of a critic that had not learned yet.
+    """
+    actors = trainer.actor_model_group
+    upstream = actors.async_run_method_batch
+
+    def async_run_method_batch(method_name: str, **batches: Any) -> list:
+        global_step = trainer.counted["before"] + trainer.counted["made"]
+        is_frozen = global_step <= trainer.args.critic.freezing_steps
+        return [] if method_name == "append" and is_frozen else upstream(method_name, **batches)
+
+    actors.async_run_method_batch = async_run_method_batch
 
 
 def _with_our_metrics(compute_rollout_stats: Callable) -> Callable:

@@ -74,6 +74,10 @@ def test_a_run_counts_the_groups_that_it_does_not_train_on_and_the_prompts_that_
         f"step); its model is in {tmp_path}/out"
     ) in said
     assert "--data.prompt_dataset: 10 of 64 prompts have more than 4 tokens (the longest 5)" in said
+    rates = [step["dynamic_filtering_pass_rate"] / 100 for step in steps]
+    assert all(0 < rate < 1 for rate in rates)
+    if mode == "async":  # a pool judges groups before their step
+        assert sum(passed / rate for passed, rate in zip((16, 14), rates, strict=True)) == pytest.approx(64)
     totals = sum((Counter(step) for step in steps), Counter())
     assert 4 <= totals["rollout/prompts_cut"] <= 10 and totals["rollout/prompts_cut"] % 1 == 0
 
@@ -81,10 +85,12 @@ def test_a_run_counts_the_groups_that_it_does_not_train_on_and_the_prompts_that_
 def test_a_run_whose_updates_are_all_skipped_fails_and_says_why(tmp_path):
     (tmp_path / "rule.py").write_text(INFINITE)
     rule = dict(policy_loss=f"{tmp_path}/rule.py:Infinite", bapo__max_skipped_updates=100)
-    code, lines, _ = run(tmp_path, "False", **rule)
+    critic = dict(algo__advantage__estimator="gae", critic__freezing_steps=1)  # steps 0 and 1
+    code, lines, _ = run(tmp_path, "False", **rule | critic)
     assert code == 1
     # 16 groups of 4 samples make two optimizer steps of 32 samples.
     assert lines[-3].endswith(
-        "openrlhf-bapo: the run has ended: nothing was trained: 4 of 4 planned training steps (8 of 8 optimizer steps "
-        "were skipped: their loss or gradient was not finite)"
+        "openrlhf-bapo: the run has ended: nothing was trained: 4 of 4 planned training steps (2 of them trained the "
+        "critic alone (--critic.freezing_steps); 4 of 4 optimizer steps were skipped: their loss or gradient was not "
+        "finite)"
     )

@@ -215,6 +215,11 @@ SOURCES = [
     ("deepspeed.runtime.engine", "self.global_steps += 1", "staleness in optimizer steps"),
     ("openrlhf.trainer.ppo_trainer", "status = self.ppo_train(global_step)", "the count of optimizer steps"),
     (
+        "openrlhf.trainer.ppo_utils.samples_generator",
+        "filter_pass_rate = len(experiences) / prompts_consumed * 100",
+        "the rate at which groups pass dynamic filtering",
+    ),
+    (
         "openrlhf.trainer.ppo_trainer",
         'status["timing/step_total"] = sum(v for k, v in status.items() if k.startswith("timing/"))',
         "our timings are counted once",
