@@ -28,17 +28,16 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "bapo/clip_high",
             ),
             "the bounds in use",
-            "0.82 and 2.5; steady bounds start in the middle of their ranges, 0.75 and 2.1",
-            "between the ends of their ranges: 0.75 to 0.86 and 2.1 to 2.8 with target 0.5; with `paper` 0.64 to 0.71 "
-            "and 1.4 to 1.9",
+            "0.82 and 2.5; `steady`: 0.75 and 2.1",
+            "inside their ranges: 0.75 to 0.86 and 2.1 to 2.8 with target 0.5; `paper`: 0.64 to 0.71 and 1.4 to 1.9",
             "always at the start of the search: the target is met without a raise, raise the target; always in the "
             "far corner: the target cannot be met, lower it, widen the ranges, or use `gradient`",
         ),
         Guide(
             ("bapo/positive_share",),
-            "the positive share at the bounds, by `--bapo.contribution`",
+            "positive share at the bounds, by `--bapo.contribution`",
             "0.46 to 0.47",
-            "0.45 to 0.51, for a target of 0.5",
+            "0.45 to 0.51 with target 0.5",
             "always below the target: as `bapo/clip_low`",
         ),
         Guide(
@@ -60,15 +59,14 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "bapo/surrogate_share",
                 "bapo/gradient_share",
             ),
-            "the share at the bounds by each `--bapo.contribution`, whichever the search uses",
+            "the share by each `--bapo.contribution`",
             "equal while no token is clipped",
             "close to each other",
             "far apart: many tokens lie outside the bounds, see the clip fractions",
         ),
         Guide(
             ("bapo/positive_token_frac",),
-            "tokens with a positive advantage as a fraction of tokens with a nonzero advantage (section 3 of the "
-            "paper, Figure 4, shows positive tokens)",
+            "tokens with $A > 0$ as a fraction of those with $A \\ne 0$ (the paper's section 3, Figure 4)",
             "the right answers' fraction of all tokens",
             "moves with the reward",
             "near 0 or 1: prompts too hard or too easy; dynamic filtering",
@@ -77,7 +75,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             ("bapo/clip_frac_positive",),
             "fraction of the tokens with $A > 0$ above the upper bound",
             "0.005 to 0.02",
-            "below 0.04 with target 0.5; with `paper` 0.02 to 0.09 (PPO's 1.2 clips 0.03 to 0.09)",
+            "below 0.04 with target 0.5; `paper`: 0.02 to 0.09; PPO: 0.03 to 0.09",
             "above 0.1, as in runs where PPO fell apart: a lower learning rate or fewer updates per rollout",
         ),
         Guide(
@@ -93,7 +91,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "bapo/found_high",
                 "bapo/found_share",
             ),
-            "with smoothing: the bounds that the search finds on the update alone, and the share at them",
+            "with smoothing: bounds and share that the search finds on the update alone",
             "as without smoothing",
             "around the bounds in use: 0.71 to 0.82 and 2.1 to 2.8",
             "always on one side of them: a shorter half-life",
@@ -108,21 +106,20 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("bapo/negative_weight",),
             "with `--policy_loss balanced`: $s$, the factor of the weights of negative tokens",
-            "depends on target and share; 1 where positive tokens carry their share",
+            "1 where positive tokens carry their share",
             "below 1 where they do not",
             "near 0: hardly a positive token in an update; a larger batch, a half-life, or a lower target",
         ),
         Guide(
             ("timing/bapo_ratio_forward",),
-            "seconds per training step in the forward for the ratios (OpenRLHF, Molt; part of the training phase)",
+            "seconds per training step in the forward for the ratios (OpenRLHF, Molt)",
             "a forward over the samples ([performance](performance.md))",
             "constant",
             "too long: `--bapo.smoothing`, `--m2.half_life` and `--balanced.half_life` need no such forward",
         ),
         Guide(
             ("timing/bapo_search",),
-            "seconds per training step in tallies and searches, with the wait for other ranks before a search "
-            "(OpenRLHF, Molt; part of the training phase)",
+            "the same in tallies and searches, with the wait for other ranks before a search",
             "0.01 of `timing/ppo_train` or less",
             "constant",
             "growing with the ranks: one of them is slower than the others",
@@ -131,8 +128,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     "Entropy": (
         Guide(
             ("entropy/predicted_change",),
-            "sum of the four parts of the tokens trained on. Learning rate and Adam's scale are not in it: compare "
-            "its trend with that of the measured entropy, not its size",
+            "sum of the four parts of the tokens trained on: compare its trend with that of the measured entropy, not its "
+            "size",
             "-0.07 to -0.04",
             "-0.08 to -0.01; near 0 keeps entropy",
             "below 0 while entropy collapses: see which part is to blame",
@@ -162,7 +159,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "entropy/positive_low_left_out",
                 "entropy/negative_high_left_out",
             ),
-            "the rise of entropy that the clip prevents: tokens outside the bounds, as if trained on",
+            "the rise of entropy that the clip prevents",
             "0 to 0.004",
             "0 to 0.007",
             "the first one is large: a higher upper bound (`--bapo.ratio_upper_max`)",
@@ -184,36 +181,35 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "rollout/response_length_positive_mean",
                 "rollout/response_length_negative_mean",
             ),
-            "response length (tokens) by the sign of the advantage (section 3 of the paper, Figure 6)",
+            "response length (tokens) by the sign of the advantage (the paper's section 3, Figure 6)",
             "11 and 17",
             "9 to 12 and 12 to 19, falling",
             "the negative length grows, and the share falls with it: a length penalty, or a token budget",
         ),
         Guide(
             ("rollout/equal_reward_groups",),
-            "groups of fresh samples whose rewards are all equal, so that their advantages are 0 (where the baseline "
-            "is the mean of the batch: 1 if all are equal)",
+            "fresh groups whose rewards are all equal, so that their advantages are 0",
             "not logged without a baseline",
             "some, where prompts are too easy or too hard",
             "most groups: they teach nothing; other prompts, more samples per prompt, or dynamic filtering",
         ),
         Guide(
             ("rollout/groups_left_over",),
-            "groups of the last rollout of the data that fill no optimizer step and are dropped",
+            "groups dropped at the end of the data, because they fill no optimizer step",
             "not logged",
             "once per pass over the prompts",
             "batch sizes that divide without a remainder",
         ),
         Guide(
             ("rollout/prompts_cut",),
-            "prompts of the rollout that lost their first tokens, because `--data.max_len` leaves too little for them",
+            "prompts that lost their first tokens to `--data.max_len`",
             "logged if the data have such prompts",
             "0",
             "a larger `--data.max_len`, or data without these prompts",
         ),
         Guide(
             ("rollout/samples_waiting",),
-            "samples that a rollout made for later training steps (`--rollout.vllm_generate_batch_size`)",
+            "samples made for later training steps",
             "0, or all but a training batch",
             "falling by a training batch per step until the next rollout",
             "it stays high: a sample is one version older for each batch before it; a smaller "
@@ -269,8 +265,8 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "offpolicy/optimizer_steps_mean",
                 "offpolicy/optimizer_steps_max",
             ),
-            "optimizer steps between the weights that generated a token and the weights that train on it",
-            "half of (updates per rollout minus one); updates per rollout minus one",
+            "optimizer steps since the weights that generated a token",
+            "half of (updates per rollout - 1), and all of it",
             "that, plus updates per rollout times staleness",
             "more: a shorter queue, more engines, or fewer updates per rollout",
         ),
@@ -283,23 +279,22 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("offpolicy/nonfinite_tokens",),
-            "tokens left out of the loss and the search because their log-prob, ratio or advantage is not finite, in "
-            "any epoch (logged with off-policy features, and whenever it is not 0)",
+            "tokens left out of loss and search because their log-prob, ratio or advantage is not finite; also logged "
+            "without off-policy features if not 0",
             "0",
             "0",
             "rewards or engines return NaN: check them",
         ),
         Guide(
             ("offpolicy/updates_skipped",),
-            "optimizer steps skipped on all ranks because loss or gradient was not finite; weights, moments and "
-            "learning rate do not change (logged by the rule of `offpolicy/nonfinite_tokens`)",
+            "optimizer steps skipped on all ranks because loss or gradient was not finite; logged likewise",
             "0",
             "0",
             "a lower learning rate; `--bapo.max_skipped_updates` ends a run with too many in a row",
         ),
         Guide(
             ("offpolicy/engine_mismatch",),
-            "mean absolute difference between the engine's and the actor's log-probs on tokens of staleness 0",
+            "mean absolute difference of the engine's and the actor's log-probs at staleness 0",
             "0.001 to 0.009 in bf16, 2e-7 in fp32",
             "constant",
             "growing: engine and actor differ by more than rounding; give both the same precision, or take the ratio "
@@ -307,14 +302,14 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("offpolicy/weight_negative",),
-            "with tapered weights, the mean weight of tokens with a negative advantage",
+            "mean tapered weight of tokens with $A < 0$",
             "1",
             "1 on fresh data, lower where tokens are stale",
             "near 0: stale responses no longer teach what to avoid; less staleness, or the level `token`",
         ),
         Guide(
             ("offpolicy/mixed_versions",),
-            "fraction of fresh responses whose tokens come from more than one version (partial rollouts)",
+            "fraction of fresh responses with tokens of several versions",
             "0",
             "the fraction cut by the budget",
             "near 1: a larger `--partial.token_budget`",
@@ -333,7 +328,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("replay/reuse_mean",),
-            "mean number of times that the pool's groups were replayed",
+            "mean number of replays of the pool's groups",
             "0",
             "below `--replay.max_reuse`, at which a group leaves the pool; 0 with its default of 1",
             "near it, with too few `replay/groups_sampled`: a higher `--replay.max_reuse`, or more fresh samples",
@@ -375,7 +370,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         ),
         Guide(
             ("replay/logs_dropped",),
-            "names that the reward logs for only some samples, fresh or replayed; they are left out of the logs",
+            "names that the reward logs for only some samples; they are left out",
             "0",
             "0",
             "log the same names for all samples",
@@ -430,23 +425,23 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
                 "partial/dropped_left_over",
                 "partial/dropped_unrewarded",
             ),
-            "groups dropped: in total, too old or of too many segments, by dynamic filtering, that fill no "
-            "optimizer step at the end of the data, with a response without a reward",
+            "groups dropped: in total, too old or of too many segments, by dynamic filtering, at the end of the data, "
+            "without a reward",
             "0",
             "few, except filtered",
             "stale: a larger budget, or `--partial.on_stale finish`",
         ),
         Guide(
             ("partial/tokens_wasted",),
-            "tokens of dropped groups, and of responses that a resumed run generates again for lack of a reward",
+            "tokens of dropped groups, and of responses generated again for lack of a reward",
             "0",
             "a small part of the rollout",
             "as above",
         ),
         Guide(
             ("partial/slowest_share",),
-            "fraction of the generation time in which the last response ran alone",
-            "grows with the tail of lengths without a budget",
+            "fraction of generation in which the last response ran alone",
+            "grows with the tail of lengths",
             "near 0",
             "a smaller budget",
         ),
