@@ -13,7 +13,7 @@ from pathlib import Path
 from openrlhf_bapo.core.metric_guide import SECTIONS
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
-HEAD = "| metric | what it is | at the start | healthy | if it is not |\n|---|---|---|---|---|\n"
+HEAD = "| metric | what it is | healthy | if it is not |\n|---|---|---|---|\n"
 
 
 def table(section: str) -> str:
@@ -21,7 +21,7 @@ def table(section: str) -> str:
     lines = []
     for guide in SECTIONS[section]:
         names = " ".join([", ".join(f"`{name}`" for name in guide.metrics), guide.note]).strip()
-        lines.append(f"| {names} | {guide.what} | {guide.start} | {guide.healthy} | {guide.remedy} |\n")
+        lines.append(f"| {names} | {guide.what} | {guide.healthy} | {guide.remedy} |\n")
     return HEAD + "".join(lines)
 
 
