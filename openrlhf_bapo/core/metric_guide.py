@@ -113,7 +113,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     "Entropy": (
         Guide(
             ("entropy/predicted_change",),
-            "sum of the four parts of the tokens trained on: compare its trend, not its size, with the measured entropy",
+            "sum of the parts of the tokens trained on: compare its trend, not its size, with the measured entropy",
             "-0.08 to -0.01; near 0 keeps entropy",
             "below 0 while entropy collapses: see which part is to blame",
         ),
