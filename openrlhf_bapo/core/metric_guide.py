@@ -23,10 +23,7 @@ class Guide(NamedTuple):
 SECTIONS: dict[str, tuple[Guide, ...]] = {
     "Bounds and shares": (
         Guide(
-            (
-                "bapo/clip_low",
-                "bapo/clip_high",
-            ),
+            ("bapo/clip_low", "bapo/clip_high"),
             "the bounds in use",
             "0.82 and 2.5; steady bounds start in the middle of their ranges, 0.75 and 2.1",
             "between the ends of their ranges: 0.75 to 0.86 and 2.1 to 2.8 with target 0.5; with `paper` 0.64 to 0.71 "
@@ -56,10 +53,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "always 0: as `bapo/clip_low`",
         ),
         Guide(
-            (
-                "bapo/surrogate_share",
-                "bapo/gradient_share",
-            ),
+            ("bapo/surrogate_share", "bapo/gradient_share"),
             "the share at the bounds by each `--bapo.contribution`, whichever the search uses",
             "equal while no token is clipped",
             "close to each other",
@@ -88,11 +82,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "above 0.25: a lower learning rate or fewer updates per rollout",
         ),
         Guide(
-            (
-                "bapo/found_low",
-                "bapo/found_high",
-                "bapo/found_share",
-            ),
+            ("bapo/found_low", "bapo/found_high", "bapo/found_share"),
             "with smoothing: the bounds that the search finds on the update alone, and the share at them",
             "as without smoothing",
             "around the bounds in use: 0.71 to 0.82 and 2.1 to 2.8",
@@ -138,40 +128,28 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "below 0 while entropy collapses: see which part is to blame",
         ),
         Guide(
-            (
-                "entropy/positive_high_trained",
-                "entropy/negative_low_trained",
-            ),
+            ("entropy/positive_high_trained", "entropy/negative_low_trained"),
             "parts that lower entropy: likely tokens with $A > 0$, unlikely tokens with $A < 0$",
             "-0.15 to -0.09",
             "-0.17 to -0.09",
             "the second one alone grows: a higher lower bound (`--bapo.ratio_lower_start`)",
         ),
         Guide(
-            (
-                "entropy/positive_low_trained",
-                "entropy/negative_high_trained",
-            ),
+            ("entropy/positive_low_trained", "entropy/negative_high_trained"),
             "parts that raise entropy: unlikely tokens with $A > 0$, likely tokens with $A < 0$",
             "0.06 to 0.11",
             "0.06 to 0.13",
             "the first one is small: see the next row",
         ),
         Guide(
-            (
-                "entropy/positive_low_left_out",
-                "entropy/negative_high_left_out",
-            ),
+            ("entropy/positive_low_left_out", "entropy/negative_high_left_out"),
             "the rise of entropy that the clip prevents: tokens outside the bounds, as if trained on",
             "0 to 0.004",
             "0 to 0.007",
             "the first one is large: a higher upper bound (`--bapo.ratio_upper_max`)",
         ),
         Guide(
-            (
-                "entropy/positive_high_left_out",
-                "entropy/negative_low_left_out",
-            ),
+            ("entropy/positive_high_left_out", "entropy/negative_low_left_out"),
             "the fall of entropy that the clip prevents",
             "-0.02 to -0.01",
             "-0.08 to 0",
@@ -180,10 +158,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Responses": (
         Guide(
-            (
-                "rollout/response_length_positive_mean",
-                "rollout/response_length_negative_mean",
-            ),
+            ("rollout/response_length_positive_mean", "rollout/response_length_negative_mean"),
             "response length (tokens) by the sign of the advantage (section 3 of the paper, Figure 6)",
             "11 and 17",
             "9 to 12 and 12 to 19, falling",
@@ -245,30 +220,21 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "above 20: `--actor.dual_clip 3` limits negative tokens with a large ratio",
         ),
         Guide(
-            (
-                "offpolicy/clip_frac_positive",
-                "offpolicy/clip_frac_negative",
-            ),
+            ("offpolicy/clip_frac_positive", "offpolicy/clip_frac_negative"),
             "tokens outside the bounds by the sign of their advantage",
             "as `bapo/clip_frac_positive` and `bapo/clip_frac_negative`",
             "as those",
             "as those",
         ),
         Guide(
-            (
-                "offpolicy/staleness_mean",
-                "offpolicy/staleness_max",
-            ),
+            ("offpolicy/staleness_mean", "offpolicy/staleness_max"),
             "staleness of the tokens trained on, in versions",
             "0",
             "up to the queue's length, lag or `--replay.max_staleness`",
             "more: a shorter queue, more engines",
         ),
         Guide(
-            (
-                "offpolicy/optimizer_steps_mean",
-                "offpolicy/optimizer_steps_max",
-            ),
+            ("offpolicy/optimizer_steps_mean", "offpolicy/optimizer_steps_max"),
             "optimizer steps between the weights that generated a token and the weights that train on it",
             "half of (updates per rollout minus one); updates per rollout minus one",
             "that, plus updates per rollout times staleness",
@@ -322,10 +288,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Sample replay": (
         Guide(
-            (
-                "replay/size",
-                "replay/bytes",
-            ),
+            ("replay/size", "replay/bytes"),
             "groups in the pool, and their bytes",
             "0",
             "level at `--replay.capacity` or below",
@@ -339,10 +302,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "near it, with too few `replay/groups_sampled`: a higher `--replay.max_reuse`, or more fresh samples",
         ),
         Guide(
-            (
-                "replay/groups_added",
-                "replay/groups_sampled",
-            ),
+            ("replay/groups_added", "replay/groups_sampled"),
             "groups kept, and groups drawn for replay",
             "some; 0",
             "sampled / (added + skipped) is at most `--replay.ratio`",
@@ -356,11 +316,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "near all: prompts too hard or too easy",
         ),
         Guide(
-            (
-                "replay/groups_expired",
-                "replay/groups_exhausted",
-                "replay/groups_evicted",
-            ),
+            ("replay/groups_expired", "replay/groups_exhausted", "replay/groups_evicted"),
             "groups dropped: too stale, replayed `--replay.max_reuse` times, no room",
             "0",
             "some",
@@ -383,40 +339,28 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Partial rollouts": (
         Guide(
-            (
-                "partial/in_flight",
-                "partial/waiting",
-            ),
+            ("partial/in_flight", "partial/waiting"),
             "unfinished and complete groups that wait after the hand-over",
             "0",
             "level",
             "growing: a larger `--partial.token_budget`",
         ),
         Guide(
-            (
-                "partial/started",
-                "partial/taken",
-            ),
+            ("partial/started", "partial/taken"),
             "groups started, and groups handed over to training",
             "above the batch; the batch",
             "equal on average",
             "more started than taken: a larger `--partial.token_budget`",
         ),
         Guide(
-            (
-                "partial/resumed",
-                "partial/finished",
-            ),
+            ("partial/resumed", "partial/finished"),
             "responses resumed, and responses finished as truncated by `--partial.on_stale finish`",
             "0",
             "some; few",
             "many finished: a larger budget",
         ),
         Guide(
-            (
-                "partial/segments_mean",
-                "partial/segments_max",
-            ),
+            ("partial/segments_mean", "partial/segments_max"),
             "rollouts per response handed over",
             "1",
             "1 to 2",
