@@ -59,15 +59,9 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         PolicyLoss.__init__(self, **{name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters})
         ClipRuleLoss.__init__(self, rule, group)
 
-    def tally(
-        self,
-        log_probs: torch.Tensor,
-        rollout_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        action_mask: torch.Tensor,
-    ) -> None:
-        """Add one micro-batch to the running update. All arguments are [batch, tokens]."""
-        self.tally_tokens(self._tokens(log_probs, rollout_log_probs, advantages, action_mask))
+    def tally(self, *batch: torch.Tensor) -> None:
+        """Add the log-probs, the engine's log-probs, the advantages and the mask of a micro-batch, [batch, tokens]."""
+        self.tally_tokens(self._tokens(*batch))
 
     def forward(
         self,

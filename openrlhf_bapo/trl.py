@@ -79,10 +79,7 @@ class ClipRuleTrainer(_BaseTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tally a micro-batch that the loss is about to train on; returns its lower and upper bounds, and its weights.
 
-        Args:
-            tokens: the tokens of the micro-batch, [samples, tokens].
-            staleness: versions between the policy that generated a token and the current one, the same shape, or None.
-            optimizer_steps: optimizer steps between these two policies, the same shape.
+        All are [samples, tokens]; `staleness` and `optimizer_steps` are those of `tally_offpolicy`.
         """
         rule = self.clip_rule
         if not rule.needs_tally_first:

@@ -40,17 +40,11 @@ class RuleUpdates:
         self.updates.append(self.rule.close_update(self._all_reduce, is_skipped))
 
     def tally_offpolicy(
-        self,
-        tokens: Tokens,
-        staleness: torch.Tensor | None = None,
-        optimizer_steps: torch.Tensor | None = None,
+        self, tokens: Tokens, staleness: torch.Tensor | None = None, optimizer_steps: torch.Tensor | None = None
     ) -> None:
-        """Tally the tokens of a micro-batch for `offpolicy_metrics`, between the rule's bounds.
+        """Tally a micro-batch that the loss is about to train on, by the rule's bounds, for `offpolicy_metrics`.
 
-        Args:
-            tokens: the tokens of the micro-batch, which the loss is about to train on.
-            staleness: as in `tally_offpolicy` (core/offpolicy_metrics.py).
-            optimizer_steps: as there.
+        `staleness` and `optimizer_steps` are those of `tally_offpolicy` (core/offpolicy_metrics.py).
         """
         values = tokens.ratio, tokens.advantages, tokens.weight, staleness, optimizer_steps
         part = tally_offpolicy(*values, *self.rule.bounds(tokens))

@@ -122,6 +122,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
         weights = self._set_bounds(self._in_search(tokens, rollout_log_probs), tokens)
         if self.tapered:
+            assert rollout_log_probs is not None  # `_tokens` needs them too
             taper = tapered_weights(old_log_probs - rollout_log_probs, advantages, mask, self.tapered)
             negative = (mask > 0) & (advantages < 0)
             sums = torch.stack([torch.where(negative, taper, 0.0).double().sum(), negative.double().sum()])
@@ -160,12 +161,12 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     ) -> Tokens:
         """Return the tokens with their weights in the loss, IS correction or tapered weights included."""
         weight = share_weights(action_mask, self.rule.config, "update" if self.token_level_loss else "sequence")
-        if self.tapered or self.is_correction_level != "off":
-            assert rollout_log_probs is not None, "these weights need the log-probs of engine or behavior policy"
         if self.tapered:
+            assert rollout_log_probs is not None, "tapered weights need the behavior policy's log-probs"
             log_s = behavior_log_probs - rollout_log_probs
             weight = weight * tapered_weights(log_s, advantages, action_mask, self.tapered)
         elif self.is_correction_level != "off":
+            assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
             weight = weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
         return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
 

@@ -102,6 +102,16 @@ def test_a_rule_says_whether_it_gives_weights(make):
     assert rule.has_weights == (rule.weights(random_tokens()) is not None)
 
 
+@of_every_rule
+def test_every_tensor_of_a_rule_follows_the_device_of_the_tokens(make):
+    rule = make(ClipConfig())
+    rule.of_a_subclass = torch.ones(2)
+    rule.tally(random_tokens())
+    rule.close_update()
+    rule.to(torch.device("meta"))
+    assert {value.device.type for value in (rule.of_a_subclass, *rule.state_dict().values())} == {"meta"}
+
+
 def test_a_token_on_a_bound_is_inside():
     tokens = random_tokens()
     on_bounds = torch.where(tokens.advantages > 0, 1.25, 0.75)
