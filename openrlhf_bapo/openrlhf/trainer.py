@@ -24,7 +24,6 @@ def use_off_policy_parts(trainer_module: Any) -> None:
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         _seed_the_order_and_plan_replayed_steps(trainer_module)
         trainer = trainer_module.PPOTrainer.__ray_metadata__.modified_class
-        _restore_num_prompts(trainer)
         _count_our_timings_once(trainer)
         save_when_a_rollout_fails(trainer)
         _after(trainer, "fit", note_groups)
@@ -87,18 +86,12 @@ def _resume_after_the_data(trainer: type) -> None:
     @in_place_of(trainer, "init_checkpoint_states")
     def init_checkpoint_states(upstream: Any, self: Any) -> dict:
         states = upstream(self)
+        if hasattr(self, "samples_generator"):  # not in async training, see `_restore_num_prompts_async`
+            self.samples_generator.num_prompts = states["total_consumed_prompts"]
         has_waiting = load_pools(self)
         # OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
         if states["data_loader_state_dict"].get("_iterator_finished") and not has_waiting:
             states["episode"] += 1
-        return states
-
-
-def _restore_num_prompts(trainer: type) -> None:
-    @in_place_of(trainer, "init_checkpoint_states")
-    def init_checkpoint_states(upstream: Any, self: Any) -> dict:
-        states = upstream(self)
-        self.samples_generator.num_prompts = states["total_consumed_prompts"]
         return states
 
 
