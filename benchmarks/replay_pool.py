@@ -39,7 +39,7 @@ def make_groups(batch: dict[str, torch.Tensor], num_groups: int, version: int) -
     batch["versions"].fill_(version)
     samples = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     rewards = torch.arange(len(samples)).float()
-    return [Group(samples, rewards, known_oldest_version=version) for _ in range(num_groups)]
+    return [Group(samples, rewards) for _ in range(num_groups)]
 
 
 def timed(function, *args) -> tuple[float, object]:

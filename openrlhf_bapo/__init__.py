@@ -33,29 +33,18 @@ if TYPE_CHECKING:  # what `__getattr__` finds
     from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
     from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
 
-_MODULES = {
-    "BapoPolicyLoss": "openrlhf_bapo.openrlhf.policy_loss",
-    "ClipBounds": "openrlhf_bapo.core.clip_bounds",
-    "ClipConfig": "openrlhf_bapo.core.clip_config",
-    "ClipRule": "openrlhf_bapo.core.clip_rules",
-    "ContributionTally": "openrlhf_bapo.core.clip_bounds",
-    "FixedBounds": "openrlhf_bapo.core.clip_rules",
-    "SearchedBounds": "openrlhf_bapo.core.clip_rules",
-    "SmoothingConfig": "openrlhf_bapo.core.clip_config",
-    "SteadyBounds": "openrlhf_bapo.core.clip_rules",
-    "Tokens": "openrlhf_bapo.core.clip_rules",
-    "WeightRule": "openrlhf_bapo.core.other_rules",
-    "find_clip_bounds": "openrlhf_bapo.core.clip_bounds",
-    "importance_ratio": "openrlhf_bapo.core.clip_rules",
-    "make_clip_rule": "openrlhf_bapo.core.clip_rules",
-    "measure_clip_bounds": "openrlhf_bapo.core.clip_bounds",
-    "register": "openrlhf_bapo.openrlhf.registration",
-    "solve_clip_bounds": "openrlhf_bapo.core.clip_bounds",
-    "tally_at_bounds": "openrlhf_bapo.core.clip_bounds",
-    "tally_contributions": "openrlhf_bapo.core.clip_bounds",
+_NAMES = {
+    "core.clip_bounds": "ClipBounds ContributionTally find_clip_bounds measure_clip_bounds solve_clip_bounds "
+    "tally_at_bounds tally_contributions",
+    "core.clip_config": "ClipConfig SmoothingConfig",
+    "core.clip_rules": "ClipRule FixedBounds SearchedBounds SteadyBounds Tokens importance_ratio make_clip_rule",
+    "core.other_rules": "WeightRule",
+    "openrlhf.policy_loss": "BapoPolicyLoss",
+    "openrlhf.registration": "register",
 }
+_MODULES = {name: f"openrlhf_bapo.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = list(_MODULES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,6 @@ from molt.utils.vlm_utils import merge_mm_train_inputs
 from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
 from openrlhf_bapo.core.saved_pool import SavedStateError
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
@@ -57,26 +56,12 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     """
 
     def __init__(self, loss: PolicyLoss, rule: ClipRule, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(**{name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters})
-        self._use_rule(rule, group)
-        self._offpolicy_tally: OffPolicyTally | None = None
+        PolicyLoss.__init__(self, **{name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters})
+        ClipRuleLoss.__init__(self, rule, group)
 
-    def tally(
-        self,
-        log_probs: torch.Tensor,
-        rollout_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        action_mask: torch.Tensor,
-    ) -> None:
-        """Add one micro-batch to the running update.
-
-        Args:
-            log_probs: [batch, tokens], log pi_theta.
-            rollout_log_probs: [batch, tokens], the engine's.
-            advantages: [batch, tokens].
-            action_mask: [batch, tokens], 1 for generated tokens.
-        """
-        self.tally_tokens(self._tokens(log_probs, rollout_log_probs, advantages, action_mask))
+    def tally(self, *batch: torch.Tensor) -> None:
+        """Add the log-probs, the engine's log-probs, the advantages and the mask of a micro-batch, [batch, tokens]."""
+        self.tally_tokens(self._tokens(*batch))
 
     def forward(
         self,
@@ -89,11 +74,8 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     ) -> tuple:
         """Return (loss, reported loss, clip ratio, policy kl, vllm kl, filter ratio), as `PolicyLoss.forward`."""
         tokens = self._tokens(log_probs, rollout_log_probs, advantages, action_mask)
-        weights = self._set_bounds(tokens)
-        bounds = self.rule.bounds(tokens)
-        # Molt does not keep the versions of its policy, so staleness and optimizer steps are unknown.
-        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, None, None, *bounds)
-        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
+        weights = self._set_bounds(tokens, tokens)
+        self.tally_offpolicy(tokens)  # Molt does not keep the versions of its policy, so the tokens' age is unknown
         denominators = rollout_log_probs
         if weights is not None:  # at ratio 1, the surrogate's gradient with advantages w A is that of w A log pi
             denominators, advantages = log_probs.detach(), weights * tokens.advantages
@@ -105,13 +87,6 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             for other in (log_probs.detach(), old_log_probs)
         )
         return loss, reported, clip_ratio, policy_kl, vllm_kl, filtered
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
-        tally, self._offpolicy_tally = self._offpolicy_tally, None
-        assert tally is not None  # the loss has tallied
-        found = offpolicy_metrics(tally if self.group is None else tally.all_reduce(self.group))
-        return super().take_metrics() | found
 
     def _tokens(
         self,

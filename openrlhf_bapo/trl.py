@@ -14,7 +14,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import ClipConfig
 from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.core.other_rules import as_clip_rule
+from openrlhf_bapo.core.rule_loss import RuleUpdates
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
 SAVED_RULE = "clip_rule"
@@ -52,8 +48,8 @@ class ClipRuleTrainer(_BaseTrainer):
 
     def _use_rule(self, bapo: ClipConfig | ClipRule | str) -> ClipConfig:
         self.clip_rule = as_clip_rule(bapo)
-        self.entropy_rule = EntropyRule()
-        self._offpolicy_tally: OffPolicyTally | None = None
+        group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+        self._updates = RuleUpdates(self.clip_rule, group)
         self._micro_batches: list[Any] = []  # of the running optimizer step, from the data loader
         self._num_trained = 0  # micro-batches of it
         return self.clip_rule.config
@@ -83,46 +79,29 @@ class ClipRuleTrainer(_BaseTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Tally a micro-batch that the loss is about to train on; returns its lower and upper bounds, and its weights.
 
-        Args:
-            tokens: the tokens of the micro-batch, [samples, tokens].
-            staleness: versions between the policy that generated a token and the current one, the same shape, or None.
-            optimizer_steps: optimizer steps between these two policies, the same shape.
+        All are [samples, tokens]; `staleness` and `optimizer_steps` are those of `tally_offpolicy`.
         """
         rule = self.clip_rule
         if not rule.needs_tally_first:
             rule.tally(tokens)
-        self.entropy_rule.tally(rule, tokens, rule.config.dual_clip)
-        lower, upper = rule.bounds(tokens)
-        values = tokens.ratio, tokens.advantages, tokens.weight, staleness, optimizer_steps
-        part = tally_offpolicy(*values, lower, upper)
-        self._offpolicy_tally = part if self._offpolicy_tally is None else self._offpolicy_tally + part
-        return lower, upper, rule.weights(tokens)
+        self._updates.entropy_rule.tally(rule, tokens, rule.config.dual_clip)
+        self._updates.tally_offpolicy(tokens, staleness, optimizer_steps)
+        return *rule.bounds(tokens), rule.weights(tokens)
 
     def _close_step(self) -> None:
         """Close an optimizer step after its last loss, and log its metrics."""
         if not self.clip_rule.needs_tally_first:
             self._close_update()
-        self.entropy_rule.close_update()
-        self._log(self.entropy_rule.take_metrics(partial(self.accelerator.reduce, reduction="sum")))
-        self._log(self._take_offpolicy_metrics())
+        self._updates.entropy_rule.close_update()
+        self._log(self._updates.take_metrics())
 
     def _close_update(self) -> None:
-        update = self.clip_rule.close_update(self._all_reduce)
-        self._log(bounds_metrics([update]))
-
-    def _take_offpolicy_metrics(self) -> dict[str, float]:
-        tally, self._offpolicy_tally = self._offpolicy_tally, None
-        assert tally is not None  # the loss has just tallied
-        if self.accelerator.num_processes > 1:
-            tally = tally.all_reduce(None)
-        return offpolicy_metrics(tally)
+        self._updates.close_update()
+        self._log(self._updates.take_bounds_metrics())
 
     def _log(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
-
-    def _all_reduce(self, tally: ContributionTally) -> ContributionTally:
-        return ContributionTally(self.accelerator.reduce(tally.sums, reduction="sum"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

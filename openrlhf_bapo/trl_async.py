@@ -41,11 +41,9 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
     after a later transfer is less stale than logged. The log-prob is always that of the policy that generated it.
 
     Args:
-        bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
-            needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step.
-            With smoothing or a half-life, the rule follows earlier optimizer steps and needs no forward pass. The
-            rule's dual clip limits the ratio of negative tokens. TRL's metrics `ratio` and `kl` are then those of the
-            capped log-probs. With weights w, `ratio` is the mean of w, and `kl` that of w - 1 - log w.
+        bapo: as in `BapoGRPOTrainer`. The rule's dual clip limits the ratio of negative tokens. TRL's metrics `ratio`
+            and `kl` are then those of the capped log-probs. With weights w, `ratio` is the mean of w, and `kl` that of
+            w - 1 - log w.
 
     Raises:
         ValueError: if the engine samples from another distribution than that of the trainer's log-probs.

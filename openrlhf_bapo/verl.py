@@ -25,14 +25,11 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally
 from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, ClipConfig, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds, make_clip_rule, share_weights
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
 from openrlhf_bapo.core.other_rules import RULES, default_settings, make_rule
 from openrlhf_bapo.core.own_rules import is_own_rule
+from openrlhf_bapo.core.rule_loss import RuleUpdates
 from openrlhf_bapo.core.saved_rule import load_rule, save_rule
 
 VENDOR = "bapo"
@@ -111,39 +108,10 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         return make_rule(name, settings)
 
 
-class _Update:
-    """The running optimizer step: what the engine and the loss share."""
+class _Update(RuleUpdates):
+    """The running optimizer step: what the engine and the loss share. `group` is None while no step is running."""
 
-    def __init__(self, rule: ClipRule) -> None:
-        self.rule = rule
-        self.group: dist.ProcessGroup | None = None  # None: no step is running
-        self.is_searching = False
-        self.closed: list[UpdateBounds] = []
-        self.entropy_rule = EntropyRule()
-        self.offpolicy_tally: OffPolicyTally | None = None
-
-    def close(self, is_skipped: bool = False) -> None:
-        """Close the rule's update with the tallies of all data-parallel ranks."""
-        assert self.group is not None
-        all_reduce = partial(ContributionTally.all_reduce, group=self.group)
-        self.closed.append(self.rule.close_update(all_reduce, is_skipped))
-
-    def tally_offpolicy(self, tokens: Tokens) -> None:
-        """Add a micro-batch; verl's loss does not know the staleness of its tokens."""
-        bounds = self.rule.bounds(tokens)
-        part = tally_offpolicy(tokens.ratio, tokens.advantages, tokens.weight, None, None, *bounds)
-        self.offpolicy_tally = part if self.offpolicy_tally is None else self.offpolicy_tally + part
-
-    def take_offpolicy_metrics(self) -> dict[str, float]:
-        """Return the step's off-policy metrics over all data-parallel ranks."""
-        tally, self.offpolicy_tally = self.offpolicy_tally, None
-        assert tally is not None  # the loss has tallied
-        return offpolicy_metrics(tally.all_reduce(self.group))
-
-    def sum_over_ranks(self, tallies: torch.Tensor) -> torch.Tensor:
-        """Add tallies over all data-parallel ranks."""
-        dist.all_reduce(tallies, group=self.group)
-        return tallies
+    is_searching = False
 
 
 def _weight(response_mask: torch.Tensor, loss_agg_mode: str, config: ActorConfig) -> torch.Tensor:
@@ -199,11 +167,11 @@ def compute_policy_loss_bapo(
     if update.is_searching:
         return log_prob.new_zeros(()), {}
     if is_micro_batch:
-        update.close()
+        update.close_update()
     if settings.dual_clip is not None:
         vars(config).update(clip_ratio_c=settings.dual_clip)
     update.entropy_rule.tally(rule, tokens, config.clip_ratio_c)
-    update.tally_offpolicy(tokens)
+    update.tally_offpolicy(tokens)  # the loss does not know the age of its tokens
     weights = rule.weights(tokens)
     if weights is not None:
         # At ratio 1, the surrogate's gradient with advantages w A is that of w A log pi.
@@ -245,14 +213,13 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
             update.is_searching = True
             self.infer_batch(data, loss_function)
             update.is_searching = False
-            update.close()
+            update.close_update()
         outputs = super().train_batch(data, loss_function)
         if not rule.needs_tally_first:
-            update.close(self._is_skipped)
+            update.close_update(self._is_skipped)
         update.entropy_rule.close_update(self._is_skipped)
-        metrics = update.entropy_rule.take_metrics(update.sum_over_ranks) | update.take_offpolicy_metrics()
-        closed, update.closed, update.group = update.closed, [], None
-        outputs["metrics"] |= {name: [value] for name, value in (bounds_metrics(closed) | metrics).items()}
+        outputs["metrics"] |= {name: [value] for name, value in update.take_metrics().items()}
+        update.group = None
         return outputs
 
     def optimizer_step(self) -> float:

@@ -31,7 +31,6 @@ from parso.python.tree import Keyword
 TESTS = {
     "core/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
     "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py", "test_clip_rules.py", "test_other_rules.py"],
-    "core/cpu_tally.py": ["test_clip_bounds.py"],
     "core/entropy_rule.py": ["test_entropy_rule.py"],
     "core/other_rules.py": ["test_other_rules.py", "test_clip_rules.py"],
     "core/second_moment.py": ["test_other_rules.py"],

@@ -34,8 +34,8 @@ def bounds_metrics(updates: list[UpdateBounds]) -> dict[str, float]:
     values = torch.stack([torch.stack(row) for row in rows.values()])
     # Shares are NaN for an update without active tokens, and bounds are NaN for a rule without bounds.
     means = values.where(values.isfinite(), torch.nan).nanmean(1).tolist()
-    has_value = {
-        name: name not in ("clip_low", "clip_high") or math.isfinite(mean)
+    return {
+        f"bapo/{name}": mean
         for name, mean in zip(rows, means, strict=True)
+        if math.isfinite(mean) or name not in ("clip_low", "clip_high")
     }
-    return {f"bapo/{name}": mean for name, mean in zip(rows, means, strict=True) if has_value[name]}

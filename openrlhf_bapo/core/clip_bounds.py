@@ -23,14 +23,11 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_bapo.core.clip_config import CONTRIBUTIONS, ClipConfig
-from openrlhf_bapo.core.cpu_tally import Edges, tally_on_cpu
 
 # Tokens are added up in independent lanes of buckets, and the lanes are summed afterwards. Nearly all ratios fall into
 # one bucket per side, and atomic additions to one address would queue up on a GPU.
 _LANES = 256
 _MOST_BUCKETS = 2**15  # in all lanes
-
-_FEW_TOKENS = 512  # below, cpu_tally is no faster
 
 
 @dataclass(frozen=True)
@@ -139,9 +136,6 @@ def tally_by_grid(
     ratio, advantages, mask = ratio.flatten(), advantages.flatten(), mask.flatten()
     # The bounds in the ratio's precision, as the loss clamps it: a token on a bound is inside.
     lower, upper = lower.to(ratio.dtype), upper.to(ratio.dtype)
-    if extra is None and ratio.device.type == "cpu" and ratio.numel() > _FEW_TOKENS:
-        if (sums := tally_on_cpu(ratio, advantages, mask, Edges(lower, upper))) is not None:
-            return ContributionTally(sums)
     num_positive = upper.numel() + 1
     num_buckets = num_positive + lower.numel() + 1
     bucket = torch.where(

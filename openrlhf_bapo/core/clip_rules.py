@@ -178,8 +178,12 @@ class ClipRule(ABC):
         return self._sums is not None
 
     def to(self, device: torch.device) -> None:
-        """Keep the bounds on the device of the tokens."""
-        self.lower, self.upper = self.lower.to(device), self.upper.to(device)
+        """Keep the rule's tensors, such as its bounds, on the device of the tokens."""
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
+        if self._average is not None:
+            self._average = ContributionTally(self._average.sums.to(device))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what a resumed run needs: the bounds, and the averaged tally if there is one."""
@@ -318,12 +322,6 @@ class SteadyBounds(ClipRule):
         # lerp ends exactly at its end point, where rounding could carry a weighted sum past the end of a range.
         self.lower, self.upper = self.lower.lerp(wanted.lower, weight), self.upper.lerp(wanted.upper, weight)
         return found
-
-    def to(self, device: torch.device) -> None:
-        """Keep the bounds and the averaged tally on the device of the tokens."""
-        super().to(device)
-        if self._average is not None:
-            self._average = ContributionTally(self._average.sums.to(device))
 
 
 def make_clip_rule(config: ClipConfig) -> ClipRule:

@@ -222,9 +222,7 @@ def _unread(scalars: Scalars) -> Finding | None:
     if expired <= max(sampled, 10.0):
         return None
     text = f"{expired:.0f} groups expired in the pool, and {sampled:.0f} were replayed"
-    return Finding(
-        False, scalars["replay/groups_expired"][0][0], "replay/groups_expired", text, REMEDIES["replay/groups_expired"]
-    )
+    return _unusual("replay/groups_expired", text, scalars)
 
 
 def _waits_for_ranks(scalars: Scalars) -> Finding | None:
@@ -234,6 +232,8 @@ def _waits_for_ranks(scalars: Scalars) -> Finding | None:
     if not training or search <= 0.1 * training:
         return None
     text = f"the search takes {search / training:.0%} of the training phase"
-    return Finding(
-        False, scalars["timing/bapo_search"][0][0], "timing/bapo_search", text, REMEDIES["timing/bapo_search"]
-    )
+    return _unusual("timing/bapo_search", text, scalars)
+
+
+def _unusual(metric: str, text: str, scalars: Scalars) -> Finding:
+    return Finding(False, scalars[metric][0][0], metric, text, REMEDIES[metric])

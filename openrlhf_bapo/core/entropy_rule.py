@@ -98,12 +98,9 @@ class EntropyRule:
         self._closed: list[torch.Tensor] = []
 
     def tally(self, rule: ClipRule, tokens: Tokens, dual_clip: float | None = None) -> None:
-        """Add one micro-batch to the running update, as the rule trains on it.
+        """Add one micro-batch to the running update, as the rule trains on it between its bounds or with its weights.
 
-        Args:
-            rule: the clip rule, with the bounds or weights of this update.
-            tokens: the tokens of the micro-batch.
-            dual_clip: the loss leaves out tokens with A < 0 and a ratio above it; None: no dual clip.
+        The loss leaves out tokens with A < 0 and a ratio above `dual_clip`; None: no dual clip.
         """
         weights = rule.gradient_weights(tokens)
         if dual_clip is not None and rule.weights(tokens) is None:

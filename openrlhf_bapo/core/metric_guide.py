@@ -21,10 +21,7 @@ class Guide(NamedTuple):
 SECTIONS: dict[str, tuple[Guide, ...]] = {
     "Bounds and shares": (
         Guide(
-            (
-                "bapo/clip_low",
-                "bapo/clip_high",
-            ),
+            ("bapo/clip_low", "bapo/clip_high"),
             "the bounds in use",
             "inside their ranges: 0.75 to 0.86 and 2.1 to 2.8 with target 0.5; `paper`: 0.64 to 0.71 and 1.4 to 1.9",
             "always at the start of the search: the target is met without a raise, raise the target; always in the "
@@ -49,10 +46,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "always 0: as `bapo/clip_low`",
         ),
         Guide(
-            (
-                "bapo/surrogate_share",
-                "bapo/gradient_share",
-            ),
+            ("bapo/surrogate_share", "bapo/gradient_share"),
             "the share by each `--bapo.contribution`",
             "close to each other",
             "far apart: many tokens lie outside the bounds, see the clip fractions",
@@ -76,11 +70,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "above 0.25: a lower learning rate or fewer updates per rollout",
         ),
         Guide(
-            (
-                "bapo/found_low",
-                "bapo/found_high",
-                "bapo/found_share",
-            ),
+            ("bapo/found_low", "bapo/found_high", "bapo/found_share"),
             "with smoothing: bounds and share that the search finds on the update alone",
             "around the bounds in use: 0.71 to 0.82 and 2.1 to 2.8",
             "always on one side of them: a shorter half-life",
@@ -118,37 +108,25 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "below 0 while entropy collapses: see which part is to blame",
         ),
         Guide(
-            (
-                "entropy/positive_high_trained",
-                "entropy/negative_low_trained",
-            ),
+            ("entropy/positive_high_trained", "entropy/negative_low_trained"),
             "parts that lower entropy: likely tokens with $A > 0$, unlikely tokens with $A < 0$",
             "-0.17 to -0.09",
             "the second one alone grows: a higher lower bound (`--bapo.ratio_lower_start`)",
         ),
         Guide(
-            (
-                "entropy/positive_low_trained",
-                "entropy/negative_high_trained",
-            ),
+            ("entropy/positive_low_trained", "entropy/negative_high_trained"),
             "parts that raise entropy: unlikely tokens with $A > 0$, likely tokens with $A < 0$",
             "0.06 to 0.13",
             "the first one is small: see the next row",
         ),
         Guide(
-            (
-                "entropy/positive_low_left_out",
-                "entropy/negative_high_left_out",
-            ),
+            ("entropy/positive_low_left_out", "entropy/negative_high_left_out"),
             "the rise of entropy that the clip prevents",
             "0 to 0.007",
             "the first one is large: a higher upper bound (`--bapo.ratio_upper_max`)",
         ),
         Guide(
-            (
-                "entropy/positive_high_left_out",
-                "entropy/negative_low_left_out",
-            ),
+            ("entropy/positive_high_left_out", "entropy/negative_low_left_out"),
             "the fall of entropy that the clip prevents",
             "-0.08 to 0",
             "the second one is 0 while entropy collapses: a higher lower bound",
@@ -156,10 +134,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Responses": (
         Guide(
-            (
-                "rollout/response_length_positive_mean",
-                "rollout/response_length_negative_mean",
-            ),
+            ("rollout/response_length_positive_mean", "rollout/response_length_negative_mean"),
             "response length (tokens) by the advantage's sign (the paper's section 3, Figure 6)",
             "9 to 12 and 12 to 19, falling",
             "the negative length grows, and the share falls with it: a length penalty, or a token budget",
@@ -212,28 +187,19 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "above 20: `--actor.dual_clip 3` limits negative tokens with a large ratio",
         ),
         Guide(
-            (
-                "offpolicy/clip_frac_positive",
-                "offpolicy/clip_frac_negative",
-            ),
+            ("offpolicy/clip_frac_positive", "offpolicy/clip_frac_negative"),
             "tokens outside the bounds by the sign of their advantage",
             "as `bapo/clip_frac_positive` and `bapo/clip_frac_negative`",
             "as those",
         ),
         Guide(
-            (
-                "offpolicy/staleness_mean",
-                "offpolicy/staleness_max",
-            ),
+            ("offpolicy/staleness_mean", "offpolicy/staleness_max"),
             "staleness of the tokens trained on, in versions",
             "up to the queue's length, lag or `--replay.max_staleness`",
             "more: a shorter queue, more engines",
         ),
         Guide(
-            (
-                "offpolicy/optimizer_steps_mean",
-                "offpolicy/optimizer_steps_max",
-            ),
+            ("offpolicy/optimizer_steps_mean", "offpolicy/optimizer_steps_max"),
             "optimizer steps since the weights that generated a token",
             "up to updates per rollout - 1, plus updates per rollout times staleness",
             "more: a shorter queue, more engines, or fewer updates per rollout",
@@ -278,10 +244,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Sample replay": (
         Guide(
-            (
-                "replay/size",
-                "replay/bytes",
-            ),
+            ("replay/size", "replay/bytes"),
             "groups in the pool, and their bytes",
             "level at `--replay.capacity` or below",
             "bytes near the host's memory: a smaller capacity",
@@ -293,10 +256,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "near it, with too few `replay/groups_sampled`: a higher `--replay.max_reuse`, or more fresh samples",
         ),
         Guide(
-            (
-                "replay/groups_added",
-                "replay/groups_sampled",
-            ),
+            ("replay/groups_added", "replay/groups_sampled"),
             "groups kept, and groups drawn for replay",
             "sampled / (added + skipped) is at most `--replay.ratio`",
             "too few sampled: the pool is too small or too old",
@@ -308,11 +268,7 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
             "near all: prompts too hard or too easy",
         ),
         Guide(
-            (
-                "replay/groups_expired",
-                "replay/groups_exhausted",
-                "replay/groups_evicted",
-            ),
+            ("replay/groups_expired", "replay/groups_exhausted", "replay/groups_evicted"),
             "groups dropped: too stale, replayed `--replay.max_reuse` times, no room",
             "some",
             "expired before they are sampled: a larger `--replay.max_staleness`, a smaller capacity",
@@ -332,37 +288,25 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
     ),
     "Partial rollouts": (
         Guide(
-            (
-                "partial/in_flight",
-                "partial/waiting",
-            ),
+            ("partial/in_flight", "partial/waiting"),
             "unfinished and complete groups that wait after the hand-over",
             "level",
             "growing: a larger `--partial.token_budget`",
         ),
         Guide(
-            (
-                "partial/started",
-                "partial/taken",
-            ),
+            ("partial/started", "partial/taken"),
             "groups started, and groups handed over to training",
             "equal on average",
             "more started than taken: a larger `--partial.token_budget`",
         ),
         Guide(
-            (
-                "partial/resumed",
-                "partial/finished",
-            ),
+            ("partial/resumed", "partial/finished"),
             "responses resumed, and responses ended by `--partial.on_stale finish`",
             "some; few",
             "many finished: a larger budget",
         ),
         Guide(
-            (
-                "partial/segments_mean",
-                "partial/segments_max",
-            ),
+            ("partial/segments_mean", "partial/segments_max"),
             "rollouts per response handed over",
             "1 to 2",
             "more: a larger `--partial.token_budget`",

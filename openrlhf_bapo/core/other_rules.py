@@ -61,7 +61,7 @@ class _AveragedRule(_OtherRule):
         """Return the average with this tally in it, up to a constant factor."""
         if not self.follows_updates:
             return tally
-        before = torch.zeros_like(tally.sums) if self._average is None else self._average.sums.to(tally.sums.device)
+        before = torch.zeros_like(tally.sums) if self._average is None else self._average.sums
         # A sum that is not finite would stay in the average for good.
         is_finite = tally.sums.isfinite().all()
         self._average = ContributionTally(torch.where(is_finite, self._keep * before + tally.sums, before))
@@ -227,11 +227,6 @@ class BalancedWeights(_AveragedRule):
         bounds = _without_bounds(measure_clip_bounds(tally, self.lower, self.upper, self.config))
         bounds = replace(bounds, positive_share=share, surrogate_share=share, gradient_share=share)
         return UpdateBounds(bounds, None, {"negative_weight": used})
-
-    def to(self, device: torch.device) -> None:
-        """Keep s on the device of the tokens."""
-        super().to(device)
-        self.negative_weight = self.negative_weight.to(device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return s and the averaged tally."""

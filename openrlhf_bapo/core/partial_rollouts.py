@@ -182,14 +182,9 @@ class PartialPool:
         versions: list[int],
         outcome: dict | None = None,
     ) -> None:
-        """Append the tokens of one rollout to an unfinished response. They are one segment, if there are any.
+        """Append the n tokens of one rollout to an unfinished response. They are one segment, if n is above 0.
 
-        Args:
-            response: a response of a group in this pool.
-            tokens: [n].
-            behavior_log_probs: [n].
-            versions: [n].
-            outcome: the outcome of the whole response, if it ends with these tokens.
+        `outcome` is that of the whole response, if it ends with these tokens.
         """
         if tokens:
             self._counters["resumed"] += bool(response.segments)
@@ -272,21 +267,9 @@ class PartialPool:
         return {f"partial/{name}": float(value) for name, value in found.items()}
 
     def save(self, path: str | os.PathLike, state: object, fingerprint: dict[str, str]) -> None:
-        """Write the pool to directory `path`, in place of what is there, as `write_directory` does.
-
-        Args:
-            path: the directory; its parents are made.
-            state: the run's own state, any JSON value; `load` returns it.
-            fingerprint: what a later run must share to use the pool, such as model and tokenizer.
-        """
+        """Write the pool as `ReplayPool.save` does."""
         groups = [
-            {
-                "key": group.key,
-                "prompt": group.prompt,
-                "label": group.label,
-                "prompt_tokens": group.prompt_tokens,
-                "responses": [{"segments": r.segments, "outcome": r.outcome} for r in group.responses],
-            }
+            vars(group) | {"responses": [{"segments": r.segments, "outcome": r.outcome} for r in group.responses]}
             for group in self._groups.values()
         ]
         record = {
@@ -311,11 +294,7 @@ class PartialPool:
     def load(
         cls, path: str | os.PathLike, config: PartialConfig, fingerprint: dict[str, str]
     ) -> tuple["PartialPool", Any]:
-        """Load the pool that was saved to `path`, and the state that it was saved with; `config` may differ.
-
-        Raises:
-            SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
-        """
+        """Load the pool as `ReplayPool.load` does, and raise what it raises; `config` may differ."""
         columns, record = read_directory(path, FORMAT_VERSION, fingerprint, f"pass {DISCARD_FLAG}")
         pool = cls(config)
         pool.exhausted = record["exhausted"]

@@ -24,11 +24,10 @@ core/saved_pool.py describes the files of a saved pool.
 import base64
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -123,9 +122,6 @@ class Group:
     num_reused: int = 0
     """How many times the group was drawn from a pool."""
 
-    known_oldest_version: int | None = None
-    """`oldest_version`, if the caller has computed it for a whole batch. None: it is computed from the tensors."""
-
     key: int = -1
     """Number in the order of arrival, unique in a pool. `ReplayPool.add` sets it."""
 
@@ -161,8 +157,6 @@ class Group:
     @cached_property
     def oldest_version(self) -> int:
         """The lowest policy version that generated an action token; `NO_VERSION` if there is no action token."""
-        if self.known_oldest_version is not None:
-            return self.known_oldest_version
         if not any(sample["action_mask"].numel() for sample in self.samples):
             return NO_VERSION
         return int(self._action_values("versions", NO_VERSION).min())
@@ -185,8 +179,7 @@ class ReplayPool:
     def __init__(self, config: ReplayConfig):
         self.config = config
         self._groups: dict[int, Group] = {}  # by key, in the order of arrival
-        self._by_version: dict[int, dict[int, Group]] = defaultdict(dict)  # by oldest version, then key
-        self._num_bytes = self._next_key = 0
+        self._next_key = 0
         self._generator = torch.Generator().manual_seed(config.seed)
         self._counters = dict.fromkeys(_COUNTERS, 0)
 
@@ -196,7 +189,7 @@ class ReplayPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors of the groups in the pool."""
-        return self._num_bytes
+        return sum(group.num_bytes for group in self._groups.values())
 
     def add(self, groups: Iterable[Group]) -> None:
         """Add groups, then evict groups with the oldest version (ties: lowest key) while the pool is over capacity.
@@ -228,8 +221,8 @@ class ReplayPool:
             the pool. The others stay in it, and are the same objects.
         """
         oldest_allowed = version - self.config.max_staleness
-        expired = [self._by_version[oldest] for oldest in self._by_version if oldest < oldest_allowed]
-        self._drop(list(chain.from_iterable(groups.values() for groups in expired)), "groups_expired")
+        expired = [group for group in self._groups.values() if group.oldest_version < oldest_allowed]
+        self._drop(expired, "groups_expired")
         drawn = self._draw(num_groups)
         for group in drawn:
             group.num_reused += 1
@@ -239,10 +232,9 @@ class ReplayPool:
 
     def _draw(self, num_groups: int) -> list[Group]:
         if self.config.strategy == "newest":
-            newest_first = (self._by_version[oldest] for oldest in sorted(self._by_version, reverse=True))
-            return list(islice(chain.from_iterable(reversed(groups.values()) for groups in newest_first), num_groups))
+            return self._oldest_first()[::-1][:num_groups]
         if self.config.strategy == "oldest":
-            return self._oldest(num_groups)
+            return self._oldest_first()[:num_groups]
         groups = list(self._groups.values())
         if self.config.strategy == "uniform":
             order = torch.randperm(len(groups), generator=self._generator)
@@ -255,28 +247,23 @@ class ReplayPool:
             order = order[(unit_times / weights)[order].argsort(stable=True)]
         return [groups[i] for i in order[:num_groups].tolist()]
 
-    def _oldest(self, num_groups: int) -> list[Group]:
-        oldest_first = (self._by_version[oldest] for oldest in sorted(self._by_version))
-        return list(islice(chain.from_iterable(groups.values() for groups in oldest_first), num_groups))
+    def _oldest_first(self) -> list[Group]:
+        return sorted(self._groups.values(), key=lambda group: group.oldest_version)  # stable: ties by arrival
 
     def _put(self, group: Group) -> None:
-        self._groups[group.key] = self._by_version[group.oldest_version][group.key] = group
-        self._num_bytes += group.num_bytes
+        self._groups[group.key] = group
         # A group can be exhausted here if it was drawn from another pool, or loaded with a lower max_reuse.
         if group.num_reused >= self.config.max_reuse:
             self._drop([group], "groups_exhausted")
 
     def _drop(self, groups: list[Group], counter: str) -> None:
         for group in groups:
-            same_version = self._by_version[group.oldest_version]
-            del self._groups[group.key], same_version[group.key]
-            if not same_version:
-                del self._by_version[group.oldest_version]
-            self._num_bytes -= group.num_bytes
+            del self._groups[group.key]
         self._counters[counter] += len(groups)
 
     def _evict(self) -> None:
-        self._drop(self._oldest(max(0, len(self) - self.config.capacity)), "groups_evicted")
+        if (num_over := len(self) - self.config.capacity) > 0:
+            self._drop(self._oldest_first()[:num_over], "groups_evicted")
 
     def metrics(self) -> dict[str, float]:
         """Return the pool's current size, bytes and mean `num_reused`, and the counts since the last call."""

@@ -26,19 +26,7 @@ ANSWER_KEYS = ("answer", "final_answer", "expected_answer", "reward_model", "sol
 PROMPT_SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
 """A separate line after the problem, in the words of DeepSeek-R1's usage recommendations."""
 
-NO_PROBLEM = "no problem text"
-NO_SINGLE_MESSAGE = "chat that is not one user message"
-NEEDS_IMAGE = "needs an image"
-NO_ANSWER = "no answer"
-PROOF = "asks for a proof"
-SEVERAL_ANSWERS = "list of several answers"
-NO_BOXED = "no answer, and no balanced \\boxed{} in the solution"
-NO_MARK = 'no "####" before the answer'
-WORDS = "answer in words"
 NESTED = "list or dict written as text"
-NO_VALUE = "answer that is not a value (inf, nan, true, false, none or null)"
-WORKED = "worked solution in place of an answer"
-OTHER_FORM = "answer that the dataset cannot have"
 OTHER_DATASET = "row of "
 """The name of that dataset follows."""
 
@@ -62,7 +50,7 @@ _DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:"'
 
 
 class UnusableRow(Exception):
-    """The row has no problem with exactly one checkable answer. The message is one of the reasons above."""
+    """The row has no problem with exactly one checkable answer. The message is the reason."""
 
 
 class WrongDataset(Exception):
@@ -82,7 +70,7 @@ def last_boxed(text: str) -> str:
         depth += {"{": 1, "}": -1}.get(step[0], 0)
         if mark and depth == 0:
             return rest[: step.start()]
-    raise UnusableRow(NO_BOXED)
+    raise UnusableRow("no answer, and no balanced \\boxed{} in the solution")
 
 
 def _plain_integer(answer: str) -> str:
@@ -94,7 +82,7 @@ def _plain_integer(answer: str) -> str:
 def _after_mark(answer: str) -> str:
     # A worked solution has the mark before its answer; a bare number needs none. Commas here only group thousands.
     if not re.fullmatch(r"-?[\d.,]+", answer) and "####" not in answer:
-        raise UnusableRow(NO_MARK)
+        raise UnusableRow('no "####" before the answer')
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
@@ -102,17 +90,13 @@ def _without_words(answer: str) -> str:
     # "$f(x)=a x+b$, where $b$ is an arbitrary integer": no rule can compare the words outside the formulas.
     outside = re.sub(r"\$[^$]*\$|\\[A-Za-z]+", "", answer)
     if re.search(r"[A-Za-z]{2}", outside):
-        raise UnusableRow(WORDS)
+        raise UnusableRow("answer in words")
     return answer
 
 
 def _without_dapo_instruction(problem: str) -> str:
     # It asks for a last line "Answer: ...", which would contradict PROMPT_SUFFIX, which asks for \boxed{}.
     return problem.removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER + ".").removesuffix(_DAPO_AFTER)
-
-
-def _unchanged(text: str) -> str:
-    return text
 
 
 @dataclass(frozen=True)
@@ -137,9 +121,9 @@ class MathDataset:
     label: str = "(?s:.*)"
     """Pattern that every written answer matches."""
 
-    clean_problem: Callable[[str], str] = _unchanged
-    clean_answer: Callable[[str], str] = _unchanged
-    """Called on the text that was found; may raise UnusableRow."""
+    clean_problem: Callable[[str], str] = str
+    clean_answer: Callable[[str], str] = str
+    """Called on the text that was found, which `str` leaves as it is; may raise UnusableRow."""
 
 
 # Repository, configuration and split are the hub's. The comments give each dataset's source and the keys of its rows.
@@ -230,7 +214,7 @@ def _problem_text(value: object) -> str:
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict) and message.get("role") == "user"]
         if not len(messages) == len(value) == 1:
-            raise UnusableRow(NO_SINGLE_MESSAGE)
+            raise UnusableRow("chat that is not one user message")
         value = messages[0].get("content")
     return _not_nested(value.strip() if isinstance(value, str) else "")
 
@@ -242,7 +226,7 @@ def _answer_text(key: str, value: object) -> str:
     if isinstance(value, list):
         texts = {_answer_text("", entry) for entry in value}
         if len(texts) > 1:
-            raise UnusableRow(SEVERAL_ANSWERS)
+            raise UnusableRow("list of several answers")
         value = texts.pop() if texts else None
     if isinstance(value, float):
         value = None if math.isnan(value) else int(value) if value.is_integer() else value
@@ -277,25 +261,25 @@ def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
                 raise UnusableRow(OTHER_DATASET + name)
     problem = dataset.clean_problem(_problem_text(_first(row, PROBLEM_KEYS)[1])).strip()
     if not problem:
-        raise UnusableRow(NO_PROBLEM)
+        raise UnusableRow("no problem text")
     if _IMAGE.search(problem) or any(value for key, value in row.items() if key.lower().startswith("image")):
-        raise UnusableRow(NEEDS_IMAGE)
+        raise UnusableRow("needs an image")
     try:
         answer = _answer_text(*_first(row, ANSWER_KEYS))
     except RecursionError:
         raise UnusableRow(NESTED) from None
     if answer.lower() == "proof":
-        raise UnusableRow(PROOF)
+        raise UnusableRow("asks for a proof")
     label = re.sub(r"(?<!\\)\$", "", dataset.clean_answer(answer)).strip().removesuffix(".").rstrip()
     if not label:
-        raise UnusableRow(NO_ANSWER)
+        raise UnusableRow("no answer")
     if label.lstrip("+-").lower() in _NO_VALUES:
-        raise UnusableRow(NO_VALUE)
+        raise UnusableRow("answer that is not a value (inf, nan, true, false, none or null)")
     words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", "", label))
     if ("\n" in label and "\\begin" not in label) or len(words) >= _WORDS_OF_A_SOLUTION:
-        raise UnusableRow(WORKED)
+        raise UnusableRow("worked solution in place of an answer")
     if not re.fullmatch(dataset.label, label):
-        raise UnusableRow(OTHER_FORM)
+        raise UnusableRow("answer that the dataset cannot have")
     return problem, label
 
 

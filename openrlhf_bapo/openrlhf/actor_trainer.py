@@ -1,13 +1,9 @@
 """OpenRLHF's ActorPPOTrainer with BAPO's loss and metrics, and clip bounds per optimizer step."""
 
 import contextlib
-import functools
-from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from openrlhf.models import PolicyLoss
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
@@ -19,6 +15,7 @@ from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.core.update_windows import UpdateWindowLoader
 from openrlhf_bapo.openrlhf.lora import merged_for_engines
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
+from openrlhf_bapo.openrlhf.registration import in_place_of
 from openrlhf_bapo.openrlhf.replay_checkpoint import adapter_settings, load_clip_rule, save_clip_rule
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, is_tapered
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
@@ -46,7 +43,9 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self.global_step = 0
         """The running training step, as OpenRLHF counts them in its logs."""
         self._group = self.strategy.ds_device_mesh["dp"].get_group()
-        self._rule = _clip_rule(self.args, self.actor_loss_fn)
+        low, high = self.actor_loss_fn.clip_eps_low, self.actor_loss_fn.clip_eps_high
+        is_ppo = self.args.policy_loss == "ppo"
+        self._rule = FixedBounds(1 - low, 1 + high) if is_ppo else clip_rule_from_args(self.args)
         if self._rule is not None:
             self.actor_loss_fn = BapoPolicyLoss.from_policy_loss(
                 self.actor_loss_fn,
@@ -234,38 +233,23 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
             )
 
 
-def _clip_rule(args: Namespace, loss: PolicyLoss) -> ClipRule | None:
-    if args.policy_loss == "ppo":
-        return FixedBounds(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
-    return clip_rule_from_args(args)
+def use_actor_trainer(upstream: Any) -> None:
+    """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
+    actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
 
-
-def _saving_settings(save_checkpoint: Callable) -> Callable:
-    @functools.wraps(save_checkpoint)
-    def saving(self: Any, tag: str, client_states: dict | None = None, **kwargs: Any) -> Any:
-        rule, args = self.trainer._rule, self.strategy.args
-        if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
-            save_clip_rule(args, tag, rule.state_dict())
-        return save_checkpoint(self, tag, (client_states or {}) | {"lora": adapter_settings(args)}, **kwargs)
-
-    return saving
-
-
-def _counting_global_steps(init_model_from_pretrained: Callable) -> Callable:
-    @functools.wraps(init_model_from_pretrained)
-    def init(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        init_model_from_pretrained(self, strategy, *args, **kwargs)
+    @in_place_of(actor, "init_model_from_pretrained")
+    def init_model_from_pretrained(init: Any, self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, strategy, *args, **kwargs)
         # The actor's first step follows the checkpoint, and the steps that train the critic alone.
         saved = self.checkpoint_states.get("global_step", 0)
         self.trainer.global_step = max(saved, strategy.args.critic.freezing_steps + 1)
 
-    return init
+    @in_place_of(actor, "save_checkpoint")
+    def save_checkpoint(save: Any, self: Any, tag: str, client_states: dict | None = None, **kwargs: Any) -> Any:
+        rule, args = self.trainer._rule, self.strategy.args
+        if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
+            save_clip_rule(args, tag, rule.state_dict())
+        return save(self, tag, (client_states or {}) | {"lora": adapter_settings(args)}, **kwargs)
 
-
-def use_actor_trainer(upstream: Any) -> None:
-    """Put our classes into `openrlhf.trainer.ray.ppo_actor`."""
-    actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
-    actor.init_model_from_pretrained = _counting_global_steps(actor.init_model_from_pretrained)
-    actor.save_checkpoint = _saving_settings(actor.save_checkpoint)
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader

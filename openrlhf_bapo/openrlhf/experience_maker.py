@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size
 
 from openrlhf_bapo.core.partial_rollouts import PartialPool
 from openrlhf_bapo.core.replay_pool import Group, ReplayPool
-from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
+from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer, to_fields, to_tensors
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
 from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, is_tapered, replay_config_from_args
 
@@ -29,8 +29,8 @@ _POOL_NAMES = {"sequences": "tokens", "action_log_probs": "behavior_log_probs"}
 _CENTERED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
 """Advantage estimators that subtract a mean of rewards."""
 
-# Fields of Experience that change while a sample is in the pool.
-_AGES = ("staleness", "optimizer_steps")
+# Fields of Experience that change while a sample is in the pool, and one that is all ones without padding.
+_NOT_KEPT = ("staleness", "optimizer_steps", "attention_mask")
 
 
 class OffPolicyExperienceMaker(RemoteExperienceMaker):
@@ -154,15 +154,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         Upstream takes the tokens between an agent's actions for steps too, with values of 0. With `lambd` below 1 they
         then separate an action from the rewards and the values after it.
 
-        Args:
-            values: [batch, actions].
-            rewards: [batch, actions].
-            action_mask: [batch, actions], 1 for generated tokens.
-            gamma: discount factor.
-            lambd: GAE's lambda.
-
-        Returns:
-            Two tensors [batch, actions], equal to upstream's bit for bit at each token of a response without gaps.
+        All tensors are [batch, actions], and `action_mask` is 1 for generated tokens. The results equal upstream's bit
+        for bit at each token of a response without gaps.
         """
         order, packed = _generated_first(action_mask, values, rewards, action_mask)
         advantages, returns = super().get_advantages_and_returns(*packed, gamma, lambd)
@@ -171,15 +164,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
     def get_cumulative_returns(self, rewards: torch.Tensor, action_mask: torch.Tensor, gamma: float) -> torch.Tensor:
         """Return upstream's returns, bit for bit. Without a discount, this needs no Python loop over the tokens.
 
-        With one, the generated tokens alone are steps, as in `get_advantages_and_returns`.
-
-        Args:
-            rewards: [batch, actions], on the CPU.
-            action_mask: [batch, actions], 1 for the response's tokens.
-            gamma: discount factor; anything but 1 takes upstream's loop.
-
-        Returns:
-            [batch, actions].
+        With one, the generated tokens alone are steps, as in `get_advantages_and_returns`. All tensors are
+        [batch, actions], on the CPU.
         """
         if gamma != 1:
             order, packed = _generated_first(action_mask, rewards, action_mask)
@@ -203,21 +189,15 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         if self.pool is None:
             return self.fresh
         by_index: dict[int, Experience] = {}
-        oldest_by_index: dict[int, int] = {}
         for experience in self.fresh:
             index = experience.index  # read here, because splitting drops it
-            oldest = torch.where(experience.action_mask > 0, experience.versions, self.policy_version).amin(-1)
-            oldest_by_index |= zip(index, oldest.tolist(), strict=True)
             by_index |= zip(index, split_experience_batch(experience), strict=True)
         samples = remove_padding_in_sequences([by_index[i] for i in sorted(by_index)])
         size = self.args.rollout.n_samples_per_prompt
         kept, num_fresh = samples, len(samples)
         if is_decoupled(self.args):
             kept = [replace(sample, action_log_probs=sample.rollout_log_probs) for sample in samples]
-        groups = [
-            _to_group(kept[start : start + size], min(oldest_by_index[i] for i in range(start, start + size)))
-            for start in range(0, num_fresh, size)
-        ]
+        groups = [_to_group(kept[start : start + size]) for start in range(0, num_fresh, size)]
 
         replayed = self.pool.sample(self._num_replayed(self.pool, len(groups)), self.policy_version)
         self.pool.add(groups)  # after the draw, so that fresh groups are not drawn at once
@@ -301,18 +281,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         return next(fits, most)
 
     def _from_pool(self, sample: dict[str, torch.Tensor]) -> Experience:
-        values: dict[str, Any] = {
-            "info": {},
-            "prompts": [""],
-            "labels": [""],
-            "images": [None],
-            "mm_train_inputs": [None],
-        }
-        for name, tensor in sample.items():
-            if name.startswith("info."):
-                values["info"][name.removeprefix("info.")] = tensor
-            else:
-                values[name] = tensor
+        values = to_fields(sample)
         for field, name in _POOL_NAMES.items():
             values[field] = values.pop(name)
         values["sequences"] = values["sequences"].long()
@@ -335,16 +304,12 @@ def _interleaved(fresh: list[Experience], replayed: list[Experience]) -> list[Ex
     return [sample for _, sample in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _to_group(samples: list[Experience], oldest_version: int) -> Group:
+def _to_group(samples: list[Experience]) -> Group:
     """Convert the fresh samples of a prompt for the pool, with every tensor of the experience."""
     kept = []
     for sample in samples:
-        tensors = {f.name: getattr(sample, f.name) for f in fields(Experience) if f.name not in _AGES}
-        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        tensors = {name: tensor for name, tensor in to_tensors(sample).items() if name not in _NOT_KEPT}
         for field, name in _POOL_NAMES.items():
             tensors[name] = tensors.pop(field)
-        del tensors["attention_mask"]  # all ones without padding
-        tensors |= {f"info.{name}": torch.as_tensor(value) for name, value in sample.info.items()}
         kept.append(tensors)
-    rewards = torch.stack([sample.rewards for sample in samples])
-    return Group(kept, rewards, known_oldest_version=oldest_version)
+    return Group(kept, torch.stack([sample.rewards for sample in samples]))

@@ -3,10 +3,10 @@
 The command receives the signal, and a Ray actor trains. The command tells the actor through a key in Ray's own store.
 """
 
-import functools
 from typing import Any
 
 from openrlhf_bapo.openrlhf import job_store
+from openrlhf_bapo.openrlhf.registration import in_place_of
 
 _INTERRUPTED, _TRAINING = b"interrupted", b"training"
 
@@ -32,10 +32,9 @@ def is_training() -> bool:
 
 def end_when_interrupted(trainer: type[Any]) -> None:
     """Make OpenRLHF's trainer check before the first step and after every step whether it was asked to end."""
-    save, start = trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states
 
-    @functools.wraps(save)
-    def save_logs_and_checkpoints(self: Any, global_step: int, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(trainer, "save_logs_and_checkpoints")
+    def save_logs_and_checkpoints(save: Any, self: Any, global_step: int, *args: Any, **kwargs: Any) -> None:
         interrupted = is_interrupted()
         if interrupted:
             self.args.ckpt.save_steps = 1
@@ -43,14 +42,9 @@ def end_when_interrupted(trainer: type[Any]) -> None:
         if interrupted:
             raise Interrupted(f"after step {global_step}")
 
-    @functools.wraps(start)
-    def init_checkpoint_states(self: Any) -> dict:
+    @in_place_of(trainer, "init_checkpoint_states")
+    def init_checkpoint_states(start: Any, self: Any) -> dict:
         job_store.put(_TRAINING)  # before the check, so that one of the two sees a signal that comes now
         if is_interrupted():
             raise Interrupted("before its first step")
         return start(self)
-
-    trainer.save_logs_and_checkpoints, trainer.init_checkpoint_states = (
-        save_logs_and_checkpoints,
-        init_checkpoint_states,
-    )

@@ -9,8 +9,6 @@ def find_cut_prompts(args: Any, tokenizer: Any, flag: str, dataloader: Any) -> s
     Such a prompt is cut by OpenRLHF's executors (utils/agent.py). They refuse one with images.
 
     Args:
-        args: as OpenRLHF nests them.
-        tokenizer: the model's.
         flag: the flag that names the data, for the message.
         dataloader: of OpenRLHF's `PromptDataset`; None if there are no data.
     """

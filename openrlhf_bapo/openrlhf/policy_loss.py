@@ -21,14 +21,8 @@ def correction_weights(
 ) -> torch.Tensor:
     """Return each token's weight by OpenRLHF's IS correction, as `PolicyLoss.forward` computes it.
 
-    Args:
-        loss: gives the settings; its level is not "off".
-        old_log_probs: [batch, actions], log-probs that the ratio is taken against.
-        rollout_log_probs: [batch, actions], the engine's.
-        action_mask: [batch, actions], 1 for the response's tokens.
-
-    Returns:
-        [batch, actions], at least 0.
+    All tensors are [batch, actions]; the weights are at least 0. The settings are those of `loss`, whose level is not
+    "off".
     """
     low, high = loss.is_correction_threshold
     log_ratio = old_log_probs - rollout_log_probs
@@ -80,14 +74,14 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        PolicyLoss.__init__(self, *args, **kwargs)
         if self.policy_loss_type != "ppo":
             raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
         self.token_weight, self.tapered = token_weight, tapered
         self._negative = torch.zeros(2, dtype=torch.float64)  # sum of the weights, and number, of tokens with A < 0
-        self._use_rule(rule or make_clip_rule(clip_config or ClipConfig()), group)
+        ClipRuleLoss.__init__(self, rule or make_clip_rule(clip_config or ClipConfig()), group)
         if tapered is not None and tapered not in LEVELS:
             raise ValueError(f"tapered {tapered!r} is not allowed; it must be one of {LEVELS}, or None")
         if tapered and (self.is_correction_level != "off" or self.rule.has_weights):
@@ -107,16 +101,12 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         action_mask: torch.Tensor,
         rollout_log_probs: torch.Tensor | None = None,
     ) -> None:
-        """Add one micro-batch to the running update.
+        """Add one micro-batch to the running update. All arguments are [batch, actions].
 
-        Args:
-            log_probs: [batch, actions], log pi_theta.
-            behavior_log_probs: [batch, actions], log-probs that the ratio is taken against.
-            advantages: [batch, actions].
-            action_mask: [batch, actions], 1 for the response's tokens.
-            rollout_log_probs: [batch, actions], the engine's, for IS correction.
+        The ratio is against `behavior_log_probs`. IS correction and tapered weights need `rollout_log_probs`.
         """
-        self.tally_tokens(self._tokens(log_probs, behavior_log_probs, advantages, action_mask, rollout_log_probs))
+        tokens = self._tokens(log_probs, behavior_log_probs, advantages, action_mask, rollout_log_probs)
+        self.tally_tokens(self._in_search(tokens, rollout_log_probs))
 
     def forward(
         self,
@@ -130,12 +120,10 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         """Return (loss, clip ratio, ppo kl, vllm kl, IS filter ratio), with the shapes of `PolicyLoss.forward`."""
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
-        of_the_loss = tokens
-        if self.token_weight != "none":
-            of_the_loss = replace(tokens, weight=self._weight(old_log_probs, advantages, mask, rollout_log_probs))
-        weights = self._set_bounds(tokens, of_the_loss)
+        weights = self._set_bounds(self._in_search(tokens, rollout_log_probs), tokens)
         if self.tapered:
-            taper = self._taper(old_log_probs, advantages, mask, rollout_log_probs)
+            assert rollout_log_probs is not None  # `_tokens` needs them too
+            taper = tapered_weights(old_log_probs - rollout_log_probs, advantages, mask, self.tapered)
             negative = (mask > 0) & (advantages < 0)
             sums = torch.stack([torch.where(negative, taper, 0.0).double().sum(), negative.double().sum()])
             self._negative = self._negative.to(sums.device) + sums
@@ -171,37 +159,22 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         action_mask: torch.Tensor,
         rollout_log_probs: torch.Tensor | None,
     ) -> Tokens:
-        weight = self._weight(behavior_log_probs, advantages, action_mask, rollout_log_probs)
-        if self.token_weight == "rollout_prob":
-            if self.is_correction_level != "off" and rollout_log_probs is not None:
-                behavior = rollout_log_probs
-            else:
-                behavior = behavior_log_probs
-            weight = weight * behavior.exp()
-        return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
-
-    def _weight(
-        self,
-        behavior_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        action_mask: torch.Tensor,
-        rollout_log_probs: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return each token's weight in the loss, IS correction or tapered weights included."""
+        """Return the tokens with their weights in the loss, IS correction or tapered weights included."""
         weight = share_weights(action_mask, self.rule.config, "update" if self.token_level_loss else "sequence")
         if self.tapered:
-            return weight * self._taper(behavior_log_probs, advantages, action_mask, rollout_log_probs)
-        if self.is_correction_level == "off":
-            return weight
-        assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
-        return weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
+            assert rollout_log_probs is not None, "tapered weights need the behavior policy's log-probs"
+            log_s = behavior_log_probs - rollout_log_probs
+            weight = weight * tapered_weights(log_s, advantages, action_mask, self.tapered)
+        elif self.is_correction_level != "off":
+            assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
+            weight = weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
+        return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
 
-    def _taper(
-        self,
-        start_log_probs: torch.Tensor,
-        advantages: torch.Tensor,
-        action_mask: torch.Tensor,
-        rollout_log_probs: torch.Tensor | None,
-    ) -> torch.Tensor:
-        assert self.tapered and rollout_log_probs is not None, "tapered weights need the behavior policy's log-probs"
-        return tapered_weights(start_log_probs - rollout_log_probs, advantages, action_mask, self.tapered)
+    def _in_search(self, tokens: Tokens, rollout_log_probs: torch.Tensor | None) -> Tokens:
+        """Return the tokens with their weights in the search."""
+        if self.token_weight == "none":
+            return tokens
+        behavior_log_probs = tokens.behavior_log_probs
+        if self.is_correction_level != "off" and rollout_log_probs is not None:
+            behavior_log_probs = rollout_log_probs
+        return replace(tokens, weight=tokens.weight * behavior_log_probs.exp())

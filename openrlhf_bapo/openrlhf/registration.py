@@ -9,7 +9,9 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -66,6 +68,21 @@ def register() -> None:
         wrapt.register_post_import_hook(_call_waiting, ours)
 
 
+def in_place_of(owner: Any, name: str) -> Callable[[Callable], Callable]:
+    """Return a decorator that puts a function in place of `owner.name`. Its first argument is the one it replaces."""
+    upstream = getattr(owner, name)
+
+    def put(function: Callable) -> Callable:
+        @functools.wraps(upstream)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(upstream, *args, **kwargs)
+
+        setattr(owner, name, replacement)
+        return replacement
+
+    return put
+
+
 def runs_on_cpu() -> bool:
     """Say whether the workers of a run have no CUDA. Those of a cluster that it joins may have it."""
     import torch
@@ -82,11 +99,9 @@ def start_ray_at_equal_priority() -> None:
 
 
 def runtime_env(param_dtype: str, given: dict | None = None) -> dict:
-    """Return `runtime_env` for `ray.init`: what registers us in Ray's workers, and the type of the engines.
+    """Return `runtime_env` for `ray.init`: OpenRLHF's `given`, our registration, and the type of the engines.
 
-    Args:
-        param_dtype: as `--ds.param_dtype`: "bf16", "fp16" or "fp32".
-        given: OpenRLHF's runtime_env, which is kept.
+    `param_dtype` is that of `--ds.param_dtype`: "bf16", "fp16" or "fp32".
     """
     given = given or {}
     variables = {**given.get("env_vars", {}), ENGINE_DTYPE: _DTYPES[param_dtype]}

@@ -61,6 +61,11 @@ def _replay_fingerprint(args: Namespace) -> dict[str, str]:
     return fingerprint(args) | settings
 
 
+def _resumed(args: Namespace, kind: str, tag: str | None, is_discarded: bool) -> Path | None:
+    """Return the directory of our state that a run goes on from; None if it resumes no checkpoint, or discards it."""
+    return pool_directory(args.ckpt.path, kind, tag) if args.ckpt.load_enable and not is_discarded else None
+
+
 def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool, dict] | None:
     """Load the replay pool that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
 
@@ -71,10 +76,8 @@ def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool
     Raises:
         SavedStateError: if the pool cannot be used.
     """
-    if not (args.replay.ratio and args.ckpt.load_enable) or args.replay.discard_saved:
-        return None
-    directory = pool_directory(args.ckpt.path, tag=tag)
-    if directory is None:
+    directory = _resumed(args, "_replay", tag, args.replay.discard_saved)
+    if directory is None or not args.replay.ratio:
         return None
     return ReplayPool.load(directory, replay_config_from_args(args.replay), _replay_fingerprint(args))
 
@@ -85,11 +88,11 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
     Raises:
         SavedStateError: if they cannot be used, or if they would be lost because the run has no token budget.
     """
-    if not args.ckpt.load_enable or args.partial.discard_saved:
+    directory = _resumed(args, "_partial", tag, args.partial.discard_saved)
+    if directory is None:
         return None
-    directory = pool_directory(args.ckpt.path, "_partial", tag)
     if not args.partial.token_budget:
-        if directory is not None and (record := directory / "pool.json").exists():
+        if (record := directory / "pool.json").exists():
             saved = json.loads(record.read_text())
             if num_groups := len(saved["groups"]):
                 lag = saved["fingerprint"].get("--offpolicy.lag")
@@ -98,8 +101,6 @@ def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPoo
                     f"{record} holds {num_groups} prompts with responses that were not trained on; give {flag}, or "
                     f"pass {DISCARD_FLAG} to train without them"
                 )
-        return None
-    if directory is None:
         return None
     pool, state = PartialPool.load(directory, partial_config_from_args(args.partial), _partial_fingerprint(args))
     pool.shift_versions(_version_shift(state))
@@ -117,9 +118,7 @@ def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleB
     Raises:
         SavedStateError: if they cannot be used, or if they would be lost because of a token budget or a lag.
     """
-    if not args.ckpt.load_enable or args.partial.discard_saved:
-        return None
-    directory = pool_directory(args.ckpt.path, "_buffer", tag)
+    directory = _resumed(args, "_buffer", tag, args.partial.discard_saved)
     if directory is None or not has_saved_state(directory):
         return None
     buffer, state = SampleBuffer.load(directory, _groups_fingerprint(args))
@@ -145,10 +144,7 @@ def _partial_fingerprint(args: Namespace) -> dict[str, str]:
 def find_whole_checkpoint(args: argparse.Namespace) -> str:
     """Find the checkpoint that `--ckpt.load_enable` resumes, before Ray starts.
 
-    Its tag is stored in `args.ckpt.resume_from`, for `use_checkpoint`.
-
-    Args:
-        args: flat, names with dots.
+    Its tag is stored in "ckpt.resume_from" of the flat `args`, for `use_checkpoint`.
 
     Returns:
         A line that says why OpenRLHF's latest checkpoint is not resumed. "" if it is resumed, or nothing is.
@@ -174,9 +170,6 @@ def find_whole_checkpoint(args: argparse.Namespace) -> str:
 
 def newest_whole_checkpoint(args: Namespace) -> tuple[str | None, str]:
     """Find the newest checkpoint that can be resumed: all its files are there and whole, and our state can be loaded.
-
-    Args:
-        args: nested, with `--ckpt.load_enable`.
 
     Returns:
         Its tag, None without one; and why OpenRLHF's latest checkpoint is not the one, "" if it is.
@@ -352,13 +345,10 @@ def load_clip_rule(args: Namespace, tag: str | None = None) -> dict[str, torch.T
         resumes no checkpoint.
 
     Raises:
-        SavedStateError: if the state cannot be used.
+        SavedStateError
     """
-    if not args.ckpt.load_enable or args.bapo.discard_saved:
-        return None
-    if (rule := clip_rule_from_args(args)) is None or not rule.follows_updates:
-        return None
-    if (directory := pool_directory(args.ckpt.path, "_rule", tag)) is None:
+    directory = _resumed(args, "_rule", tag, args.bapo.discard_saved)
+    if directory is None or (rule := clip_rule_from_args(args)) is None or not rule.follows_updates:
         return None
     return read_directory(directory, RULE_FORMAT_VERSION, _rule_fingerprint(args), "pass --bapo.discard_saved")[0]
 
@@ -389,30 +379,29 @@ def load_pools(trainer: Any) -> bool:
         Whether responses wait that were made from the data before the checkpoint.
     """
     maker = trainer.experience_maker
-    state = None
-    if (loaded := load_saved_pool(trainer.args)) is not None:
-        maker.pool, state = loaded
-    resumed, waiting = load_unfinished(trainer.args), load_sample_buffer(trainer.args)
-    if resumed is not None:
-        unfinished, state = resumed
-        if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
-            trainer.samples_generator.take_up(unfinished)
-    if waiting is not None:
-        buffer, state = waiting
-        if hasattr(trainer, "samples_generator"):
-            trainer.samples_generator.take_up_buffer(buffer)
-    if state is not None:
+    if (kept := load_saved_pool(trainer.args)) is not None:
+        maker.pool = kept[0]
+    unfinished, waiting = load_unfinished(trainer.args), load_sample_buffer(trainer.args)
+    if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
+        _take_up(trainer.samples_generator, unfinished, waiting)
+    for _, state in filter(None, (kept, unfinished, waiting)):
         # OpenRLHF now publishes the resumed weights again, and `count_version` adds 1. So the saved version is the
         # current one again, and its optimizer steps, the last entry, are appended again.
         maker.policy_version = maker.version_offset = state["policy_version"] - 1
         maker.steps_by_version = state["steps_by_version"][:-1]
         maker.num_optimizer_steps = state["steps_by_version"][-1]
-    return resumed is not None or waiting is not None
+    return unfinished is not None or waiting is not None
 
 
 def load_into_generator(actor: Any) -> None:
     """Restore unfinished responses or waiting samples in a resumed run's `GenerateSamplesActor` (async training)."""
-    if (loaded := load_unfinished(actor.args)) is not None:
-        actor.samples_generator.take_up(loaded[0])
-    if (waiting := load_sample_buffer(actor.args)) is not None:
-        actor.samples_generator.take_up_buffer(waiting[0])
+    _take_up(actor.samples_generator, load_unfinished(actor.args), load_sample_buffer(actor.args))
+
+
+def _take_up(
+    generator: Any, unfinished: tuple[PartialPool, dict] | None, waiting: tuple[SampleBuffer, dict] | None
+) -> None:
+    if unfinished is not None:
+        generator.take_up(unfinished[0])
+    if waiting is not None:
+        generator.take_up_buffer(waiting[0])

@@ -205,53 +205,47 @@ def _run(future: concurrent.futures.Future, function: Callable, args: tuple) -> 
         future.set_exception(RuntimeError(repr(error)))
 
 
-def read_rewards(answer: object, num_responses: int, where: str) -> dict:
-    """Return the rewards, scores and `extra_logs` of an answer, each as a list of numbers.
+def read_rewards(answer: object, where: str) -> dict:
+    """Return the reward, score and `extra_logs` of an answer about one response, each as a list of one number.
 
-    The scores default to the rewards.
+    The score defaults to the reward.
 
     Raises:
-        RewardFault: if the answer does not have one finite reward and score for each response.
+        RewardFault: if the answer does not have one finite reward and score.
     """
     if not isinstance(answer, dict) or "rewards" not in answer:
         raise RewardFault("missing_key", f"{where}: the answer is {_shown(answer)}, not a dict with 'rewards'")
-    found: dict[str, Any] = {"rewards": _numbers(answer["rewards"], num_responses, f"{where}: 'rewards'")}
+    found: dict[str, Any] = {"rewards": [read_number(answer["rewards"], f"{where}: 'rewards'")]}
     found["scores"] = found["rewards"]
     if answer.get("scores") is not None:
-        found["scores"] = _numbers(answer["scores"], num_responses, f"{where}: 'scores'")
+        found["scores"] = [read_number(answer["scores"], f"{where}: 'scores'")]
     logs = answer.get("extra_logs") or {}
     if not isinstance(logs, dict):
         raise RewardFault("wrong_type", f"{where}: 'extra_logs' is {_shown(logs)}, not a dict")
     found["extra_logs"] = {
-        name: _numbers(value, num_responses, f"{where}: {name!r} of 'extra_logs'", finite=False)
-        for name, value in logs.items()
+        name: [read_number(value, f"{where}: {name!r} of 'extra_logs'", finite=False)] for name, value in logs.items()
     }
     return found
 
 
-def read_number(value: object, what: str) -> float:
-    """Return the finite number in `value`, which may also be a list or tensor of one; else raise RewardFault."""
-    return _numbers(value, 1, what)[0]
-
-
-def _numbers(values: Any, count: int, what: str, finite: bool = True) -> list[float]:
+def read_number(values: Any, what: str, finite: bool = True) -> float:
+    """Return the finite number in `values`, which may also be a list or tensor of one; else raise RewardFault."""
     if values is None:
         raise RewardFault("none", f"{what} is None")
     if hasattr(values, "tolist"):  # a tensor, an array
         values = values.flatten().tolist()
     if not isinstance(values, list | tuple):
         values = [values]
-    if len(values) != count:
-        raise RewardFault("wrong_length", f"{what} has {len(values)} values for {count} responses")
-    values = [value.item() if hasattr(value, "item") else value for value in values]
-    for value in values:
-        if value is None:
-            raise RewardFault("none", f"{what} is None")
-        if not isinstance(value, int | float):
-            raise RewardFault("wrong_type", f"{what} is {_shown(value)}, not a number")
-        if finite and not math.isfinite(value):
-            raise RewardFault("not_finite", f"{what} is {value}")
-    return values
+    if len(values) != 1:
+        raise RewardFault("wrong_length", f"{what} has {len(values)} values for 1 responses")
+    value = values[0].item() if hasattr(values[0], "item") else values[0]
+    if value is None:
+        raise RewardFault("none", f"{what} is None")
+    if not isinstance(value, int | float):
+        raise RewardFault("wrong_type", f"{what} is {_shown(value)}, not a number")
+    if finite and not math.isfinite(value):
+        raise RewardFault("not_finite", f"{what} is {value}")
+    return value
 
 
 def _shown(answer: object) -> str:
@@ -267,36 +261,33 @@ def use_reward_calls(agent: ModuleType) -> None:
 
 
 async def _fetch_rewards_via_func(self: Any, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
-    """Ask the reward function about each response, as upstream does. Returns one answer per response."""
+    """Ask the reward function about a response, as upstream does. An engine's lists have one entry, like the result."""
     if not hasattr(self, "_caller"):
         self._caller = Caller()
     where, timeout = self.reward_endpoints[0], self.reward_limits.timeout
 
-    async def ask(*one: object) -> dict:
-        answer = await self._caller.call(self.reward_func, tuple([value] for value in one), timeout, where)
-        return read_rewards(answer, 1, where)
+    async def ask() -> dict:
+        answer = await self._caller.call(self.reward_func, (queries, prompts, labels), timeout, where)
+        return read_rewards(answer, where)
 
-    return await asyncio.gather(*(_or_fault(ask(*one)) for one in zip(queries, prompts, labels, strict=True)))
+    return [await _or_fault(ask())]
 
 
 async def _fetch_rewards_via_http(self: Any, queries: list[str], prompts: list[str], labels: list) -> list[dict]:
-    """Ask the servers, as upstream does. Returns one answer per request; an engine's requests are of one response."""
+    """Ask the servers about a response, as `_fetch_rewards_via_func` asks the function."""
     if not hasattr(self, "_servers"):
         self._servers = Servers(self.reward_endpoints)
 
-    async def ask(start: int) -> dict:
-        parts = [values[start : start + size] for values in (queries, prompts, labels)]
-        data = dict(zip(("query", "prompts", "labels"), parts, strict=True))
+    async def ask() -> dict:
+        data = {"query": queries, "prompts": prompts, "labels": labels}
         url, answer = await self._servers.ask(data, self.reward_limits)
         try:
             answer = json.loads(answer)
         except (ValueError, RecursionError):
             raise RewardFault("not_json", f"{url}: the answer is not JSON: {_shown(answer)}") from None
-        return read_rewards(answer, len(parts[0]), url)
+        return read_rewards(answer, url)
 
-    size = math.ceil(len(queries) / len(self.reward_endpoints))
-    starts = range(0, len(queries), size)
-    return await asyncio.gather(*(_or_fault(ask(start)) for start in starts))
+    return [await _or_fault(ask())]
 
 
 async def _or_fault(asking: Awaitable[dict]) -> dict:

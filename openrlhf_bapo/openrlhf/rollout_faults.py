@@ -1,6 +1,5 @@
 """Writes a checkpoint of the last training step when a failed rollout ends the run."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 from openrlhf.utils.logging_utils import init_logger
 from ray.exceptions import RayActorError
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_bapo.openrlhf.registration import in_place_of
 
 logger = init_logger(__name__)
 
@@ -21,10 +22,10 @@ def save_when_a_rollout_fails(trainer: type[Any]) -> None:
     run draws the failed rollout's prompts again. Under a token budget it is the current state, because the saved pool
     contains these prompts.
     """
-    save_last_step, start = _saving_last_step(trainer), trainer.init_checkpoint_states
+    save_last_step = _saving_last_step(trainer)
 
-    @functools.wraps(start)
-    def init_checkpoint_states(self: Any) -> dict:
+    @in_place_of(trainer, "init_checkpoint_states")
+    def init_checkpoint_states(start: Any, self: Any) -> dict:
         generator, states = self.samples_generator, start(self)
         generate, episode = generator.generate_samples, states["episode"]
 
@@ -51,8 +52,6 @@ def save_when_a_rollout_fails(trainer: type[Any]) -> None:
         generator.generate_samples = generate_samples
         return states
 
-    trainer.init_checkpoint_states = init_checkpoint_states
-
 
 def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -> None:
     """Do the same in async training, after the trainer has trained on the batches in the queue.
@@ -66,15 +65,11 @@ def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -
         slots:     0, 0, 1, "saved"                   (OpenRLHF's slots are global steps)
 
     A dead engine ends the run at once, because the trainer could not publish the weights of another step to it.
-
-    Args:
-        trainer: OpenRLHF's `TrainingActor`.
-        generator: OpenRLHF's `GenerateSamplesActor`.
     """
-    save_last_step, train, generate = _saving_last_step(trainer), trainer.fit, generator.fit
+    save_last_step = _saving_last_step(trainer)
 
-    @functools.wraps(generate)
-    def generate_to_the_end(self: Any, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(generator, "fit")
+    def generate_to_the_end(generate: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             generate(self, *args, **kwargs)
         except (RayActorError, EngineDeadError):
@@ -87,15 +82,13 @@ def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -
             raise
         self.rollout_queue.put(True, block=True)
 
-    @functools.wraps(train)
-    def train_to_the_end(self: Any, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(trainer, "fit")
+    def train_to_the_end(train: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         train(self, *args, **kwargs)
         self.rollouts_failed = not self.rollout_queue.get(block=True)
         if self.rollouts_failed:
             save_last_step(self)
             self.rollout_slots.put(_SAVED, block=True)
-
-    trainer.fit, generator.fit = train_to_the_end, generate_to_the_end
 
 
 def _saving_last_step(trainer: type[Any]) -> Callable:
@@ -105,9 +98,9 @@ def _saving_last_step(trainer: type[Any]) -> Callable:
     """
     save = trainer.save_logs_and_checkpoints
 
-    @functools.wraps(save)
+    @in_place_of(trainer, "save_logs_and_checkpoints")
     def save_logs_and_checkpoints(
-        self: Any, global_step: int, logs_dict: dict | None = None, client_states: dict | None = None
+        _: Any, self: Any, global_step: int, logs_dict: dict | None = None, client_states: dict | None = None
     ) -> None:
         self._last_step = global_step, client_states
         save(self, global_step, logs_dict, client_states)
@@ -123,5 +116,4 @@ def _saving_last_step(trainer: type[Any]) -> Callable:
         except Exception as error:  # the actors may have died too, and the rollout's error must be raised
             logger.warning(f"no checkpoint of step {global_step} could be written: {error}")
 
-    trainer.save_logs_and_checkpoints = save_logs_and_checkpoints
     return save_last_step

@@ -4,12 +4,12 @@ The trainer and the samples generator, which are two processes in async training
 The command reads them for its last line.
 """
 
-import functools
 import json
 import math
 from typing import Any
 
 from openrlhf_bapo.openrlhf import job_store
+from openrlhf_bapo.openrlhf.registration import in_place_of
 
 PLANNED, STEPS, GROUPS = b"planned", b"steps", b"groups"
 """Keys of the store: planned training steps; counts of steps; groups that were not trained on, by reason."""
@@ -31,11 +31,9 @@ def noted(key: bytes) -> Any:
 
 
 def planned_steps(args: Any, num_prompts: int) -> int:
-    """Return the training steps of a run that trains on every prompt. Each episode's last step may have fewer prompts.
+    """Return the training steps of a run that trains on every one of an episode's `num_prompts` prompts.
 
-    Args:
-        args: as OpenRLHF nests them.
-        num_prompts: prompts of one episode.
+    Each episode's last step may have fewer prompts.
     """
     per_step = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size or math.inf)
     return args.train.num_episodes * math.ceil(num_prompts / per_step)
@@ -49,10 +47,9 @@ def note_groups(actor: Any) -> None:
 
 def count_steps(trainer: type[Any]) -> None:
     """Make OpenRLHF's trainer count its steps, and end with NothingTrained if it has trained nothing."""
-    start, train, fit = trainer.init_checkpoint_states, trainer.ppo_train, trainer.fit
 
-    @functools.wraps(start)
-    def init_checkpoint_states(self: Any) -> dict:
+    @in_place_of(trainer, "init_checkpoint_states")
+    def init_checkpoint_states(start: Any, self: Any) -> dict:
         states = start(self)
         self.counted = {
             "before": states["global_step"],
@@ -64,8 +61,8 @@ def count_steps(trainer: type[Any]) -> None:
         note(STEPS, self.counted)
         return states
 
-    @functools.wraps(train)
-    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> dict:
+    @in_place_of(trainer, "ppo_train")
+    def ppo_train(train: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
         status = train(self, *args, **kwargs)
         # They are missing while --critic.freezing_steps lets only the critic train.
         self.counted["critic_alone"] += "optimizer_steps_taken" not in status
@@ -77,8 +74,8 @@ def count_steps(trainer: type[Any]) -> None:
         note(STEPS, self.counted)
         return status
 
-    @functools.wraps(fit)
-    def fit_and_look(self: Any, *args: Any, **kwargs: Any) -> None:
+    @in_place_of(trainer, "fit")
+    def fit_and_look(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         fit(self, *args, **kwargs)
         counted = self.counted
         if getattr(self, "rollouts_failed", False):
@@ -86,5 +83,3 @@ def count_steps(trainer: type[Any]) -> None:
         trains = counted["made"] == 0 or counted["updates_skipped"] > 0  # not only the critic
         if counted["before"] == 0 and counted["updates"] == 0 and trains:
             raise NothingTrained
-
-    trainer.init_checkpoint_states, trainer.ppo_train, trainer.fit = init_checkpoint_states, ppo_train, fit_and_look

@@ -37,7 +37,8 @@ class SampleBuffer:
     def of(cls, samples: "list[Experience]", exhausted: bool) -> "SampleBuffer":
         """Make a buffer of experiences of one sample each, without images."""
         texts = [{"prompts": sample.prompts, "labels": sample.labels} for sample in samples]
-        return cls([_to_tensors(sample) for sample in samples], texts, exhausted)
+        tensors = [{name: value.squeeze(0) for name, value in to_tensors(sample).items()} for sample in samples]
+        return cls(tensors, texts, exhausted)
 
     def experiences(self) -> "list[Experience]":
         """Return the samples as `of` received them."""
@@ -45,21 +46,12 @@ class SampleBuffer:
 
         found = []
         for tensors, texts in zip(self.tensors, self.texts, strict=True):
-            values: dict[str, Any] = {"images": [None], "mm_train_inputs": [None], "info": {}, **texts}
-            for name, tensor in tensors.items():
-                of_info = name.startswith("info.")
-                (values["info"] if of_info else values)[name.removeprefix("info.")] = tensor.unsqueeze(0)
-            found.append(Experience(**values))
+            values = to_fields({name: tensor.unsqueeze(0) for name, tensor in tensors.items()})
+            found.append(Experience(**values | texts))
         return found
 
     def save(self, path: str | os.PathLike, state: object, fingerprint: dict[str, str]) -> None:
-        """Write the buffer to directory `path`, in place of what is there, as `write_directory` does.
-
-        Args:
-            path: the directory; its parents are made.
-            state: the run's own state, any JSON value; `load` returns it.
-            fingerprint: what a later run must share to use the samples, such as model and tokenizer.
-        """
+        """Write the buffer as `ReplayPool.save` writes a pool."""
         record = {
             "format_version": FORMAT_VERSION,
             "state": state,
@@ -71,11 +63,7 @@ class SampleBuffer:
 
     @classmethod
     def load(cls, path: str | os.PathLike, fingerprint: dict[str, str]) -> tuple["SampleBuffer", Any]:
-        """Load the buffer that was saved to `path`, and the state that it was saved with.
-
-        Raises:
-            SavedStateError: if a file is missing, damaged or of another format, or if the fingerprint differs.
-        """
+        """Load the buffer as `ReplayPool.load` loads a pool, and raise what it raises."""
         columns, record = read_directory(path, FORMAT_VERSION, fingerprint, f"pass {DISCARD_FLAG}")
         texts = record["texts"]
         return cls(from_columns(columns, len(texts)), texts, record["exhausted"]), record["state"]
@@ -87,7 +75,15 @@ class SampleBuffer:
                 tensors["versions"] = tensors["versions"] + difference
 
 
-def _to_tensors(sample: "Experience") -> dict[str, torch.Tensor]:
+def to_tensors(sample: "Experience") -> dict[str, torch.Tensor]:
+    """Return the tensors of an experience by field; those of `info` as info.NAME."""
     tensors = {field.name: getattr(sample, field.name) for field in fields(sample)}
     tensors |= {f"info.{name}": torch.as_tensor(value) for name, value in sample.info.items()}
-    return {name: value.squeeze(0) for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def to_fields(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the fields of an experience of one sample whose `to_tensors` are `tensors`, with empty texts."""
+    info = {name.removeprefix("info."): value for name, value in tensors.items() if name.startswith("info.")}
+    others = {name: value for name, value in tensors.items() if not name.startswith("info.")}
+    return {"prompts": [""], "labels": [""], "images": [None], "mm_train_inputs": [None], "info": info, **others}

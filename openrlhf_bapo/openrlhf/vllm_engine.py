@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.openrlhf.registration import ENGINE_DTYPE
+from openrlhf_bapo.openrlhf.registration import ENGINE_DTYPE, in_place_of
 from openrlhf_bapo.openrlhf.reward_calls import RewardLimits
 
 
@@ -159,14 +159,10 @@ def use_versioned_engine(vllm_engine: Any) -> None:
     metadata.method_meta = type(metadata.method_meta).create(actor, metadata.actor_creation_function_descriptor)
 
     # The behavior policy's log-probs are those after temperature and top-p. vLLM's default is those before.
-    vllm_engine.create_vllm_engines = functools.wraps(vllm_engine.create_vllm_engines)(
-        functools.partial(_create_with_processed_log_probs, vllm_engine.create_vllm_engines)
-    )
-
-
-def _create_with_processed_log_probs(create_vllm_engines: Callable, *args: Any, **kwargs: Any) -> Any:
-    arguments = inspect.signature(create_vllm_engines).bind(*args, **kwargs).arguments
-    return create_vllm_engines(**arguments | {"logprobs_mode": "processed_logprobs"})
+    @in_place_of(vllm_engine, "create_vllm_engines")
+    def create_with_processed_log_probs(create: Callable, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(create).bind(*args, **kwargs).arguments
+        return create(**arguments | {"logprobs_mode": "processed_logprobs"})
 
 
 def _counting_updates(update_weight: Callable) -> Callable:
@@ -196,14 +192,10 @@ async def generate_responses(
 
     Args:
         prompt: a `PlacedPrompt`, or the text alone for a prompt that has no place.
-        label: as in upstream's method.
         sampling_params: as in upstream's method, but each response has its own copy, which an agent may change. If
             its `seed` is set, every response gets its own seed, which follows from this one, the prompt's place and the
             number of the response.
         max_length: maximum length of prompt and response together, in tokens.
-        hf_tokenizer: the model's tokenizer.
-        num_samples: number of responses to generate.
-        images: images of the prompt.
 
     Returns:
         Upstream's dict per response, with two keys more: "versions", a list per action range with the version of each
@@ -310,10 +302,8 @@ async def grow_responses(
 
     Args:
         prompt: the prompt, with the key of its group as its place.
-        label: as in `generate_responses`.
         sampling_params: as in `generate_responses`, but every piece gets its own seed.
         max_length: maximum length of prompt and response together, in tokens.
-        hf_tokenizer: the model's tokenizer.
         kept_tokens: the tokens so far of each response, by its number; [] for a new response.
         budget: the maximum number of new tokens per response, at least 1.
         finish: whether to end the responses where they are, as truncated, without new tokens.

@@ -1,6 +1,5 @@
 """Workarounds for faults of OpenRLHF 0.11.2 and vLLM 0.29, one function per fault."""
 
-import functools
 import importlib.util
 import math
 import multiprocessing
@@ -12,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from openrlhf_bapo.openrlhf.registration import in_place_of
 
 
 def hold_the_ranks_port(launcher: ModuleType) -> None:
@@ -39,27 +40,21 @@ def shuffle_by_step(ray_actors: ModuleType) -> None:
     """
     model = ray_actors.__name__.rpartition("_")[2]
     trainer = getattr(ray_actors, f"{model.title()}PPOTrainer")
-    upstream = trainer.ppo_train
 
-    @functools.wraps(upstream)
-    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> dict:
+    @in_place_of(trainer, "ppo_train")
+    def ppo_train(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
         if self.args.train.full_determinism_enable:
             engine = self.actor.model if model == "actor" else self.critic
             torch.manual_seed(self.args.train.seed + engine.global_steps)
         return upstream(self, *args, **kwargs)
 
-    trainer.ppo_train = ppo_train
-
 
 def know_fp32(utils: Any) -> None:
     """Let `--ds.param_dtype fp32` load models in float32. DeepSpeed computes in it where bf16 and fp16 are off."""
-    upstream = utils.convert_to_torch_dtype
 
-    @functools.wraps(upstream)
-    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
+    @in_place_of(utils, "convert_to_torch_dtype")
+    def convert_to_torch_dtype(upstream: Any, param_dtype: str) -> torch.dtype:
         return torch.float32 if param_dtype == "fp32" else upstream(param_dtype)
-
-    utils.convert_to_torch_dtype = convert_to_torch_dtype
 
 
 def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
@@ -69,17 +64,13 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
     steps. ZeRO-1 and 2 then keep the gradient of the last one only. With DeepSpeed's own counting turned off, gradients
     add up until `step()` is called. The other stages do so anyway.
     """
-    strategy = deepspeed_strategy.DeepspeedStrategy
-    upstream = strategy.get_ds_train_config
 
-    @functools.wraps(upstream)
-    def get_ds_train_config(self: Any, *args: Any, **kwargs: Any) -> dict:
+    @in_place_of(deepspeed_strategy.DeepspeedStrategy, "get_ds_train_config")
+    def get_ds_train_config(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
         config = upstream(self, *args, **kwargs)
         if self.use_dynamic_batch and self.stage in (1, 2):
             config["managed_gradient_accumulation"] = False
         return config
-
-    strategy.get_ds_train_config = get_ds_train_config
 
 
 def train_without_a_compiler(deepspeed_strategy: ModuleType) -> None:
@@ -87,17 +78,13 @@ def train_without_a_compiler(deepspeed_strategy: ModuleType) -> None:
 
     DeepSpeed compiles it at first use, and needs nvcc and CUDA's headers for that.
     """
-    strategy = deepspeed_strategy.DeepspeedStrategy
-    upstream = strategy.get_ds_train_config
 
-    @functools.wraps(upstream)
-    def get_ds_train_config(self: Any, *args: Any, **kwargs: Any) -> dict:
+    @in_place_of(deepspeed_strategy.DeepspeedStrategy, "get_ds_train_config")
+    def get_ds_train_config(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
         config = upstream(self, *args, **kwargs)
         if torch.cuda.is_available() and not self.adam_offload:
             choose_adam(config)
         return config
-
-    strategy.get_ds_train_config = get_ds_train_config
 
 
 def choose_adam(config: dict) -> None:
@@ -139,19 +126,15 @@ def plan_steps_for_all_samples(replay_buffer: ModuleType) -> None:
 
     Its other cap stays: the number of samples in the buffer.
     """
-    buffer = replay_buffer.NaiveReplayBuffer
-    upstream = buffer.setup_dynamic_batch
 
-    @functools.wraps(upstream)
-    def setup_dynamic_batch(self: Any, strategy: Any) -> None:
+    @in_place_of(replay_buffer.NaiveReplayBuffer, "setup_dynamic_batch")
+    def setup_dynamic_batch(upstream: Any, self: Any, strategy: Any) -> None:
         planned = strategy.args.rollout.batch_size
         strategy.args.rollout.batch_size = planned * (1 + math.ceil(strategy.args.replay.ratio))
         try:
             upstream(self, strategy)
         finally:
             strategy.args.rollout.batch_size = planned
-
-    buffer.setup_dynamic_batch = setup_dynamic_batch
 
 
 def end_with_the_actor(_: ModuleType) -> None:

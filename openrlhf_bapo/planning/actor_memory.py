@@ -79,8 +79,7 @@ class TrainingSetup:
 def dynamic_batch_tokens(max_tokens_per_gpu: int, max_len: int, gpus_per_sample: int) -> int:
     """Return the tokens of a micro-batch under --train.dynamic_batch_enable: at least one sample, however long.
 
-    Args:
-        gpus_per_sample: ring_attn_size x tensor_parallel_size; OpenRLHF multiplies by both (utils/seqlen_balancing.py).
+    OpenRLHF multiplies by ring_attn_size x tensor_parallel_size, the GPUs per sample (utils/seqlen_balancing.py).
     """
     return max(max_tokens_per_gpu * gpus_per_sample, max_len)
 

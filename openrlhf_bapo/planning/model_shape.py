@@ -108,51 +108,20 @@ class ModelShape:
         return [size for name, size in sizes.items() if name.endswith(tuple(f".{target}" for target in targets))]
 
 
-_QWEN2_7B = ModelShape(
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=152064,
-    tie_word_embeddings=False,
-    attention_bias=True,
-    qk_norm=False,
-    max_position_embeddings=131072,
-)
+def _known(model_type: str, *sizes: int, tied: bool) -> ModelShape:
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("vocab_size", "max_position_embeddings"),
+    )
+    config = {"model_type": model_type, "tie_word_embeddings": tied}
+    return ModelShape.from_config(config | dict(zip(names, sizes, strict=True)))
+
+
+_QWEN2_7B = _known("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, tied=False)
 _QWEN2_MATH_7B = replace(_QWEN2_7B, max_position_embeddings=4096)
-_QWEN2_32B = replace(
-    _QWEN2_7B,
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-)
-_QWEN2_1_5B = replace(
-    _QWEN2_7B,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    vocab_size=151936,
-    tie_word_embeddings=True,
-    max_position_embeddings=32768,
-)
-_LLAMA_3B = ModelShape(
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_layers=28,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=False,
-    max_position_embeddings=131072,
-)
+_QWEN2_32B = _known("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072, tied=False)
+_QWEN2_1_5B = _known("qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, tied=True)
+_LLAMA_3B = _known("llama", 3072, 8192, 28, 24, 8, 128256, 131072, tied=True)
 
 KNOWN_SHAPES = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": _QWEN2_32B,

@@ -298,7 +298,7 @@ def shares_of_two_lengths(rank, loss_scale_factor: int | None) -> tuple[float, f
     update.group, update.is_searching = dist.group.WORLD, True
     for tokens in micro_batches:
         compute_policy_loss_bapo(*tokens, loss_agg_mode=actor.loss_agg_mode, config=actor)
-    update.close()
+    update.close_update()
     update.is_searching = False
     total = positive = 0.0
     for tokens in micro_batches:
@@ -306,7 +306,7 @@ def shares_of_two_lengths(rank, loss_scale_factor: int | None) -> tuple[float, f
         _, log_probs, advantages, _ = tokens
         total += float(log_probs.grad.abs().sum())
         positive += float(log_probs.grad[advantages > 0].abs().sum())
-    return update.closed[0].used.positive_share.item(), positive / total
+    return update.updates[0].used.positive_share.item(), positive / total
 
 
 def test_the_released_recipe_searches_each_micro_batch_over_the_ranks(directory, batch):
@@ -511,7 +511,7 @@ def gradients_of_tapered(preset, rank) -> tuple[torch.Tensor, torch.Tensor]:
         update.is_searching = True
         compute_policy_loss_bapo(*arguments, config=actor, rollout_is_weights=s)
         update.is_searching = False
-        update.close()
+        update.close_update()
     compute_policy_loss_bapo(*arguments, config=actor, rollout_is_weights=s)[0].backward()
 
     weights = torch.where(advantages > 0, 1.0, s.clamp(max=1.0))
@@ -661,10 +661,10 @@ def loss_of(rank, log_probs, old_log_probs, advantages, mask):
     update.group, update.is_searching = dist.group.WORLD, True
     tokens = old_log_probs, log_probs, advantages, mask
     compute_policy_loss_bapo(*tokens, config=actor)
-    update.close()
+    update.close_update()
     update.is_searching = False
     compute_policy_loss_bapo(*tokens, config=actor)[0].backward()
-    return update.closed[0].used, log_probs.grad
+    return update.updates[0].used, log_probs.grad
 
 
 def presets_of(rank) -> dict[str, list[tuple]]:
@@ -684,12 +684,12 @@ def presets_of(rank) -> dict[str, list[tuple]]:
                 for part in parts:
                     compute_policy_loss_bapo(*part, config=actor)
                 running.is_searching = False
-                running.close()
+                running.close_update()
             for part in parts:
                 compute_policy_loss_bapo(*part, config=actor)[0].backward()
                 found[name].append((1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high, part[1].grad))
             if not running.rule.needs_tally_first:
-                running.close()
+                running.close_update()
     return found
 
 

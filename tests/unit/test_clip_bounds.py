@@ -21,10 +21,8 @@ from openrlhf_bapo import (
     ContributionTally,
     find_clip_bounds,
     solve_clip_bounds,
-    tally_at_bounds,
     tally_contributions,
 )
-from openrlhf_bapo.core import clip_bounds, cpu_tally
 from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, PRESETS, SmoothingConfig
 
 
@@ -97,7 +95,7 @@ def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, config, ga
     assert equal(find_clip_bounds(*two_dim, config), plain, rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 8, clip_bounds._FEW_TOKENS, clip_bounds._FEW_TOKENS + 1, 70_000])
+@pytest.mark.parametrize("size", [1, 8, 70_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -243,9 +241,7 @@ def test_a_tally_is_made_and_solved_without_reading_a_value_on_the_host():
 
 
 @pytest.mark.parametrize("name", ["lower", "upper", "positive_share", "initial_share", "clip_frac_positive"])
-@pytest.mark.parametrize("few_tokens", [0, clip_bounds._FEW_TOKENS], ids=["on a CPU", "general"])
-def test_results_are_float64_scalars_without_a_gradient(name, few_tokens, monkeypatch):
-    monkeypatch.setattr(clip_bounds, "_FEW_TOKENS", few_tokens)
+def test_results_are_float64_scalars_without_a_gradient(name):
     ratio = torch.rand(6, dtype=torch.float64, requires_grad=True)
     found = find_clip_bounds(ratio, torch.randn(6), torch.ones(6, dtype=torch.bool), ClipConfig())
     value = getattr(found, name)
@@ -264,64 +260,6 @@ def test_more_tokens_than_lanes_are_all_added_up():
     tally = tally_contributions(ratio, advantages, torch.full((num,), 0.5), ClipConfig())
     assert tally.sums.sum(1).tolist() == [num / 2, num / 2, num]
     assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
-
-
-def assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config) -> None:
-    """On the grid and at a pair of bounds; counts and empty sums to the bit."""
-    bounds = [torch.tensor(grid()[-1], dtype=torch.float64) for grid in (config.lower_grid, config.upper_grid)]
-    tokens = ratio, advantages, mask
-    for tally in (lambda: tally_contributions(*tokens, config), lambda: tally_at_bounds(*tokens, *bounds)):
-        found = []
-        for few in (0, 2**40):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(clip_bounds, "_FEW_TOKENS", few)
-                found.append(tally().sums)
-        torch.testing.assert_close(*found, rtol=1e-12, atol=0, equal_nan=True)
-        torch.testing.assert_close(found[0][2], found[1][2], rtol=0, atol=0, equal_nan=True)
-
-
-FINE = ClipConfig(ratio_lower_step=0.001, ratio_upper_max=900.0, ratio_upper_step=1.0)  # bounds close together, and far
-
-
-@given(
-    tokens(min_size=1),
-    st.one_of(clip_configs(), st.just(FINE)),
-    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
-    st.integers(1, 50),
-    st.data(),
-)
-def test_a_tally_on_a_cpu_has_the_sums_of_the_general_one(token_list, config, dtype, num_a_block, data):
-    ratio, advantages, mask = as_tensors(token_list)
-    ratio = ratio.clamp(max=1e4).to(dtype)
-    bounds = torch.tensor(config.lower_grid() + config.upper_grid(), dtype=dtype)
-    for i in data.draw(st.lists(st.integers(0, len(ratio) - 1))):  # on a bound, or the next number beside one
-        bound = bounds[data.draw(st.integers(0, len(bounds) - 1))]
-        towards = torch.tensor(data.draw(st.sampled_from([0.0, float(bound), 1e4])), dtype=dtype)
-        ratio[i] = torch.nextafter(bound, towards)
-    garbage = st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
-    for i in data.draw(st.lists(st.integers(0, len(ratio) - 1), max_size=3)):
-        ratio[i], advantages[i] = torch.tensor(data.draw(garbage)), data.draw(garbage)
-        mask[i] = data.draw(st.sampled_from([0.0, math.nan, -1.0]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_tally, "_BLOCK_TOKENS", num_a_block)
-        assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
-
-
-@pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_tally_on_a_cpu_sorts_ratios_on_every_bound_and_beside_it_as_the_general_one(dtype, config):
-    bounds = torch.tensor(config.lower_grid() + config.upper_grid(), dtype=dtype)
-    ratio = torch.cat([bounds, *(torch.nextafter(bounds, torch.tensor(end, dtype=dtype)) for end in (0.0, 1e4))])
-    advantages = torch.cat([torch.ones_like(ratio), -torch.ones_like(ratio)])
-    assert_the_cpus_tally_is_the_general_one(ratio.repeat(2), advantages, torch.ones_like(advantages), config)
-
-
-@pytest.mark.parametrize("config", [ClipConfig(), FINE], ids=["readme", "fine"])
-def test_a_tally_of_several_blocks_on_a_cpu_is_that_of_all_their_tokens(config):
-    generator, num = torch.Generator().manual_seed(0), 2 * cpu_tally._BLOCK_TOKENS + 3
-    ratio = (0.5 * torch.randn(num, generator=generator)).exp()
-    advantages, mask = torch.randn(num, generator=generator), torch.rand(num, generator=generator) < 0.7
-    assert_the_cpus_tally_is_the_general_one(ratio, advantages, mask, config)
 
 
 def test_grid_points_come_from_the_integer_so_that_rounding_does_not_pile_up():

@@ -9,7 +9,7 @@ import torch
 from reference import contributions, search
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.openrlhf.trainer import _with_seeded_order_and_replayed_steps
+from openrlhf_bapo.openrlhf.trainer import _seed_the_order_and_plan_replayed_steps
 
 LENGTHS = [3, 5, 2, 7, 1, 4, 6, 2]
 POSITIVE = [True, False] * 4
@@ -322,8 +322,9 @@ def test_actor_and_critic_plan_steps_for_replayed_samples_alike():
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5), train=Namespace(seed=0))
     prompts = Namespace(sampler=Namespace(generator=torch.Generator()))
-    prepare = _with_seeded_order_and_replayed_steps(lambda strategy, tokenizer: (prompts, "evaluation", 100))
-    assert prepare(Namespace(args=args), None) == (prompts, "evaluation", 150)
+    ppo_trainer = Namespace(prepare_datasets=lambda strategy, tokenizer: (prompts, "evaluation", 100))
+    _seed_the_order_and_plan_replayed_steps(ppo_trainer)
+    assert ppo_trainer.prepare_datasets(Namespace(args=args), None) == (prompts, "evaluation", 150)
 
 
 def test_the_schedule_is_lengthened_once_for_sync_and_async_training():

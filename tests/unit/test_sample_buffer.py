@@ -10,7 +10,7 @@ from test_partial_samples import GENERATE, NUM_SAMPLES, directory, labels, make_
 
 from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer, save_pools
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.trainer import _resuming_after_the_data
+from openrlhf_bapo.openrlhf.trainer import _resume_after_the_data
 
 OVERSAMPLING = dict(
     partial__token_budget=None,
@@ -102,6 +102,17 @@ def test_a_checkpoint_without_waiting_samples_removes_those_of_an_earlier_run_un
     assert sorted(tmp_path.glob("*/*")) == sorted(tmp_path / kind / "global_step1" for kind in kinds)
 
 
+def resumed_episode(args, data_loader_state) -> int:
+    """The episode in which a run goes on that was in episode 0."""
+
+    class Trainer(Namespace):
+        def init_checkpoint_states(self) -> dict:
+            return {"episode": 0, "data_loader_state_dict": data_loader_state}
+
+    _resume_after_the_data(Trainer)
+    return Trainer(args=args, experience_maker=Namespace(pool=None)).init_checkpoint_states()["episode"]
+
+
 @pytest.mark.parametrize("num_prompts", [28, 26])
 def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, num_prompts):  # noqa: F811
     """With 26 prompts the last rollout is short, and OpenRLHF's data loader starts anew after a resume."""
@@ -109,18 +120,13 @@ def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, nu
     generator = make_generator(directory, num_prompts=num_prompts, **flags)
     *_, before, data = [state for samples, state in rollouts(generator) if samples]
     for state in (before, data):
-        upstream = {"episode": 0, "data_loader_state_dict": state}
-        resumed = _resuming_after_the_data(lambda _, upstream=upstream: dict(upstream))
-        trainer = Namespace(args=generator.args, experience_maker=Namespace(pool=None))
         has_ended = state is data and num_prompts == 26
-        assert resumed(trainer)["episode"] == has_ended == state["_iterator_finished"]
+        assert resumed_episode(generator.args, state) == has_ended == state["_iterator_finished"]
 
 
 def test_an_episode_goes_on_after_the_end_of_its_data_while_its_samples_wait(resume):
-    resumed = _resuming_after_the_data(lambda _: {"episode": 0, "data_loader_state_dict": {"_iterator_finished": True}})
     for flags, episode in (([], 0), (["--partial.discard_saved"], 1)):
-        trainer = Namespace(args=pipeline.parse([*resume, *flags]), experience_maker=Namespace(pool=None))
-        assert resumed(trainer)["episode"] == episode
+        assert resumed_episode(pipeline.parse([*resume, *flags]), {"_iterator_finished": True}) == episode
 
 
 def test_a_resume_that_would_lose_samples_that_wait_is_refused_in_one_line(resume, capsys, tmp_path):

@@ -15,6 +15,8 @@ from typing import Any
 
 import wrapt
 
+from openrlhf_bapo.openrlhf.registration import in_place_of
+
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",  # processes share the cores
@@ -124,17 +126,16 @@ def _gather_parameters_in_turn(partition_parameters: ModuleType) -> None:
 def _strategy(deepspeed_strategy: Any) -> None:
     deepspeed_strategy.init_device_mesh = _on_cpu(deepspeed_strategy.init_device_mesh)
     strategy = deepspeed_strategy.DeepspeedStrategy
-    get_ds_train_config, moving_average = strategy.get_ds_train_config, strategy.moving_average
+    moving_average = strategy.moving_average
 
-    @functools.wraps(get_ds_train_config)
-    def with_torch_adam(self: Any, *args: Any, **kwargs: Any) -> dict:
-        config = get_ds_train_config(self, *args, **kwargs)
+    @in_place_of(strategy, "get_ds_train_config")
+    def get_ds_train_config(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
+        config = upstream(self, *args, **kwargs)
         if config.get("optimizer", {}).get("type") == "AdamW":
             # torch's AdamW is equal to DeepSpeed's, which would take most of a minute to compile at first use.
             config["optimizer"]["params"]["torch_adam"] = True
         return config
 
-    strategy.get_ds_train_config = with_torch_adam
     strategy.moving_average = lambda self, model, ema, beta=0.992, device="cpu": moving_average(self, model, ema, beta)
 
 
@@ -199,18 +200,13 @@ def _worker_device(vllm_worker_wrap: ModuleType) -> None:
     vllm_worker_wrap.WorkerWrap.update_weight = update_weight
 
 
-def _sdpa_for_flash_attention(modeling_utils: ModuleType) -> None:
+def _sdpa_for_flash_attention(modeling_utils: Any) -> None:
     # OpenRLHF forces flash_attention_2 for packed samples. For sdpa, transformers makes the block-diagonal mask.
-    model = modeling_utils.PreTrainedModel
-    upstream = model._check_and_adjust_attn_implementation
-
-    @functools.wraps(upstream)
-    def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+    @in_place_of(modeling_utils.PreTrainedModel, "_check_and_adjust_attn_implementation")
+    def check(upstream: Any, self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
         if attn_implementation is not None and "flash_attention" in attn_implementation:
             attn_implementation = "sdpa"
         return upstream(self, attn_implementation, *args, **kwargs)
-
-    model._check_and_adjust_attn_implementation = check
 
 
 def _unpacked_linear_layers(layers_utils: Any) -> None:
@@ -225,14 +221,9 @@ def _unpacked_linear_layers(layers_utils: Any) -> None:
 
 def _kv_cache_without_unused_blocks(cpu_worker: Any) -> None:
     # vLLM fills its whole cache with zeros when it starts. The engines of small models use a small part of it.
-    worker = cpu_worker.CPUWorker
-    upstream = worker.determine_available_memory
-
-    @functools.wraps(upstream)
-    def determine_available_memory(self: Any) -> int:
+    @in_place_of(cpu_worker.CPUWorker, "determine_available_memory")
+    def determine_available_memory(upstream: Any, self: Any) -> int:
         config, layers = self.vllm_config, self.get_kv_cache_spec().values()
         per_sequence = sum(layer.max_memory_usage_bytes(config) for layer in layers)
         empty_block = sum(layer.page_size_bytes for layer in layers)
         return min(upstream(self), config.scheduler_config.max_num_seqs * per_sequence + empty_block)
-
-    worker.determine_available_memory = determine_available_memory
