@@ -121,16 +121,14 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
     signs = by_sign(tokens)
     rows = measure(signs)
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 12), layout="constrained")
-    grid = axes[2][0].get_gridspec()
-    for axis in axes[2]:
-        axis.remove()
+    figure, axes = pyplot.subplot_mosaic(
+        [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]], figsize=(11, 12), layout="constrained"
+    )
     least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
-    for axis, (sign, of_sign) in zip(axes[0], signs.items(), strict=True):
-        _draw_density(axis, sign, of_sign, max(least, 1e-6))
-    _draw_entropy(axes[1][0], [row for row in rows if row["by"] == "ratio"])
-    _draw_fates(axes[1][1], [row for row in rows if row["by"] == "fate"])
-    _draw_quadrants(figure.add_subplot(grid[2, :]), [row for row in rows if row["by"] == "quadrant"])
+    for sign, of_sign in signs.items():
+        _draw_density(axes[sign], sign, of_sign, max(least, 1e-6))
+    for by, draw_rows in (("ratio", _draw_entropy), ("fate", _draw_fates), ("quadrant", _draw_quadrants)):
+        draw_rows(axes[by], [row for row in rows if row["by"] == by])
     figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
     figure.savefig(output, dpi=90, format="png")
     pyplot.close(figure)
