@@ -138,9 +138,9 @@ def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFi
     nested = hierarchize(args)
     _check_values(vars(args))
     _check_useless(vars(args), given)
+    _refuse_first(find_clashes(nested))
     _warn_of_values(vars(args), given)
     _say_what_the_ratio_is_against(vars(args), nested, given)
-    _refuse_first(find_clashes(nested))
     if depth >= FILES:
         is_training = depth == MACHINE
         loading = list(_start_loading(nested.train.agent_func_path, nested.reward.remote_url, early))

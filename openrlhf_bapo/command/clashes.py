@@ -31,10 +31,11 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
         _missing(args),
         _clashes_of_gpus(args, num_heads),
         _clashes_of_other_models(args),
+        _clashes_of_token_budget(args),
+        _clashes_of_replay(args),
         _clashes_of_batches(args),
         _clashes_of_lengths(args, num_positions),
         _clashes_of_data(args),
-        _clashes_of_replay(args),
         _clashes_of_sampling(args),
         _clashes_of_corrections(args),
         _clashes_of_adapters(args),
@@ -120,6 +121,18 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
         yield flags["reward"], f"must equal {_shown(args, flags['critic'])} with --train.colocate_critic_reward"
 
 
+def _clashes_of_token_budget(args: Namespace) -> Problems:
+    """Find flags that a token budget, or a lag, cannot be combined with."""
+    if not args.partial.token_budget:
+        return
+    flag, size = "offpolicy.lag" if args.offpolicy.lag else "partial.token_budget", args.rollout.batch_size
+    if args.data.max_images_per_prompt:
+        yield flag, "allowed without --data.max_images_per_prompt"
+    if (args.rollout.vllm_generate_batch_size or 0) > size:
+        reason = f"{_shown(args, flag)} decides how many prompts are in flight"
+        yield "rollout.vllm_generate_batch_size", f"{reason}; allowed: --rollout.batch_size {size}"
+
+
 def _clashes_of_batches(args: Namespace) -> Problems:
     rollout, train, size = args.rollout, args.train, args.train.batch_size
     num_samples = rollout.batch_size * rollout.n_samples_per_prompt
@@ -138,9 +151,10 @@ def _clashes_of_batches(args: Namespace) -> Problems:
         if not num or size % (num * micro_batch_size):
             ranks = f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {model.num_gpus_per_node}"
             yield "train.batch_size", f"must be a multiple of {num * micro_batch_size}, {per_rank}{ranks}"
-    total = f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"
-    if has_clip_rule(args) and not train.dynamic_batch_enable and num_samples % size:
-        yield "train.batch_size", f"with --policy_loss {args.policy_loss} it must divide {total}"
+    if (args.replay.ratio or (has_clip_rule(args) and not train.dynamic_batch_enable)) and num_samples % size:
+        total = f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"
+        flag = "--replay.ratio" if args.replay.ratio else f"--policy_loss {args.policy_loss}"
+        yield "train.batch_size", f"with {flag} it must divide {total}"
     if num_samples // rollout.micro_batch_size < num_ranks["actor"]:
         yield (
             "rollout.micro_batch_size",
@@ -193,17 +207,27 @@ def takes_an_input(template: str) -> bool:
 
 
 def _clashes_of_replay(args: Namespace) -> Problems:
-    """Find settings that never replay a group, or fewer groups than asked for."""
+    """Find settings that never replay a group, fewer groups than asked for, or groups that fill no optimizer step."""
     replay, num_gpus = args.replay, num_actor_gpus(args)
     if not replay.ratio:
         return
+    num_samples, size = args.rollout.n_samples_per_prompt, args.train.batch_size
+    if num_samples == 1 and replay.skip_uninformative:
+        reason = "skips every group of --rollout.n_samples_per_prompt 1"
+        yield "replay.skip_uninformative", f"{reason}; allowed: --no-replay.skip_uninformative"
+    num_drawn, least = round(replay.ratio * args.rollout.batch_size), size // math.gcd(size, num_samples)
+    if num_drawn < least:
+        allowed = f"a ratio that draws at least {least}, to fill whole optimizer steps of --train.batch_size {size}"
+        yield "replay.ratio", f"draws {num_drawn} groups per training step; allowed: {allowed}"
+    if args.data.max_images_per_prompt:
+        yield "replay.ratio", "allowed without --data.max_images_per_prompt"
     if replay.max_staleness < 1:
         reason = "never replays, since a group is one version old in the next training step"
         yield "replay.max_staleness", f"{reason}; allowed: 1 or more"
     if "critic" in _trained(args) and args.critic.num_nodes * args.critic.num_gpus_per_node > num_gpus:
         allowed = f"the critic may have at most as many GPUs as the actor, {num_gpus}"
         yield "critic.num_gpus_per_node", f"with --replay.ratio {allowed}"
-    if replay.capacity < (num_drawn := round(replay.ratio * args.rollout.batch_size)):
+    if replay.capacity < num_drawn:
         drawn = f"the {num_drawn} groups that --replay.ratio {replay.ratio} draws per training step"
         yield "replay.capacity", f"keeps fewer than {drawn}; allowed: {num_drawn} or more"
 

@@ -308,45 +308,13 @@ def _check_off_policy(values: dict, policy_loss: str) -> None:
             f"allowed with {source or '--offpolicy.ratio_base rollout'}: off; also token, seq with "
             "--offpolicy.objective decoupled, or with --policy_loss ppo and --offpolicy.ratio_base recomputed"
         )
-    ratio, token_budget = values["replay.ratio"], values["partial.token_budget"]
-    needs_tokens = {"--offpolicy.ratio_base rollout": base == "rollout", source: token_budget}
-    for flag, is_given in (needs_tokens | {f"--replay.ratio {ratio}": ratio}).items():
+    needs_tokens = {
+        "--offpolicy.ratio_base rollout": base == "rollout",
+        source: values["partial.token_budget"],
+        f"--replay.ratio {values['replay.ratio']}": values["replay.ratio"],
+    }
+    for flag, is_given in needs_tokens.items():
         if is_given and policy_loss == "gspo":
             raise FlagError(f"{flag}: allowed with every --policy_loss but gspo")
-    if token_budget:
-        _check_token_budget(values)
-    if ratio:
-        _check_replay(values, ratio)
-
-
-def _check_replay(values: dict, ratio: float) -> None:
-    """Refuse flags that replay cannot be combined with, and sizes that leave samples over."""
-    num_samples = values.get("rollout.n_samples_per_prompt")
-    if num_samples is None:
-        return  # OpenRLHF's flags are not known yet
-    if num_samples == 1 and values["replay.skip_uninformative"]:
-        reason = "skips every group of --rollout.n_samples_per_prompt 1"
-        raise FlagError(f"--replay.skip_uninformative: {reason}; allowed: --no-replay.skip_uninformative")
-    num_groups, size = values["rollout.batch_size"], values["train.batch_size"]
-    if num_groups * num_samples % size:
-        total = f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_groups * num_samples}"
-        raise FlagError(f"--train.batch_size {size}: with --replay.ratio it must divide {total}")
-    num_drawn, least = round(ratio * num_groups), size // math.gcd(size, num_samples)
-    if num_drawn < least:
-        allowed = f"a ratio that draws at least {least}, to fill whole optimizer steps of --train.batch_size {size}"
-        raise FlagError(f"--replay.ratio {ratio}: draws {num_drawn} groups per training step; allowed: {allowed}")
-    if values["data.max_images_per_prompt"]:
-        raise FlagError(f"--replay.ratio {ratio}: allowed without --data.max_images_per_prompt")
-
-
-def _check_token_budget(values: dict) -> None:
-    """Refuse flags that a token budget, or a lag, cannot be combined with."""
-    flag = source_of_staleness(values)
-    if values.get("train.agent_func_path"):
-        raise FlagError(f"{flag}: cannot keep an agent's turns; allowed without --train.agent_func_path")
-    if values.get("data.max_images_per_prompt"):
-        raise FlagError(f"{flag}: allowed without --data.max_images_per_prompt")
-    asked, size = values.get("rollout.vllm_generate_batch_size") or 0, values.get("rollout.batch_size", 0)
-    if asked > size:
-        reason = f"{flag} decides how many prompts are in flight"
-        raise FlagError(f"--rollout.vllm_generate_batch_size {asked}: {reason}; allowed: --rollout.batch_size {size}")
+    if values["partial.token_budget"] and values.get("train.agent_func_path"):
+        raise FlagError(f"{source}: cannot keep an agent's turns; allowed without --train.agent_func_path")

@@ -173,6 +173,10 @@ COMMANDS = {
         dict(replay__ratio=1, replay__capacity=15),
         ["--replay.capacity 15", "16 groups", "allowed: 16 or more"],
     ),
+    "a batch of nothing with replay": (
+        dict(replay__ratio=1, train__batch_size=0),
+        ["--train.batch_size 0: allowed: 1 or more"],
+    ),
     "replay that draws nothing": (dict(replay__ratio=0.01), ["--replay.ratio 0.01: draws 0 groups"]),
     "a time limit of a reward model": (
         lambda d, _: dict(reward_fault__timeout=9, reward__remote_url=None, reward__model_name_or_path=d / "model"),
