@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, WrongDataset, read_problems
 
@@ -15,7 +17,7 @@ _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _ALLOWED = f"{', '.join(_SUFFIXES)}, or a directory made by datasets' save_to_disk or with .parquet files"
 _ENCODING = "utf-8-sig"  # accepts a byte order mark, which spreadsheets and Windows write
 _NUM_NAMED = 5  # rows named per reason in the summary
-_ROWS_A_PROGRESS_LINE = 100_000
+_QUIET_SECONDS = 5  # before a progress bar appears
 
 
 class SourceError(Exception):
@@ -23,11 +25,7 @@ class SourceError(Exception):
 
 
 def read_hub(dataset: MathDataset, split: str) -> Iterable[dict]:
-    """Read the rows of a data set on the hub, through its cache.
-
-    Raises:
-        SourceError: if the hub cannot be reached, or has no such repository or split.
-    """
+    """Read the rows of a data set on the hub, through its cache; raise SourceError if it or its split is not there."""
     import datasets
     from huggingface_hub.utils import logging
 
@@ -35,10 +33,9 @@ def read_hub(dataset: MathDataset, split: str) -> Iterable[dict]:
     try:
         return datasets.load_dataset(dataset.repository, dataset.config, split=split)
     except OSError as error:
-        raise SourceError(
-            f"--source is not given, and the hub cannot be read ({_one_line(error)}); allowed: --source with a local "
-            f"copy of the hub's {_described(dataset, split)}"
-        ) from error
+        problem = f"--source is not given, and the hub cannot be read ({_one_line(error)})"
+        copy = f"--source with a local copy of the hub's {_described(dataset, split)}"
+        raise SourceError(f"{problem}; allowed: {copy}") from error
     except ValueError as error:
         raise SourceError(f"--split {split}: {_one_line(error)}") from error
 
@@ -47,10 +44,7 @@ def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
     """Read the rows of a local file or directory (see `_ALLOWED`).
 
     A copy of a hub repository may have several splits and configurations. Then only `split` and the data set's
-    configuration are read.
-
-    Raises:
-        SourceError: if the path cannot be read.
+    configuration are read. A path that cannot be read raises SourceError.
     """
     # pyarrow raises ValueErrors and OSErrors; json and decoders raise ValueErrors, and RecursionErrors at deep nesting.
     try:
@@ -71,23 +65,20 @@ def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
 
 def _read_json(path: Path) -> Iterator[dict]:
     with open(path, encoding=_ENCODING) as file:
-        if path.suffix.lower() == ".json" and file.read().lstrip().startswith("["):
-            file.seek(0)
-            rows: Iterable[tuple[int, object]] = enumerate(json.load(file), start=1)
-        else:
-            file.seek(0)
-            rows = ((number, _loads(line, number)) for number, line in enumerate(file, start=1) if line.strip())
-        for number, row in rows:
+        is_array = path.suffix.lower() == ".json" and file.read().lstrip().startswith("[")
+        file.seek(0)
+        rows: Iterable[object] = json.load(file) if is_array else file
+        for number, row in enumerate(rows, start=1):
+            if isinstance(row, str) and not is_array:
+                if not row.strip():
+                    continue
+                try:
+                    row = json.loads(row)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"row {number} is not a JSON object")
             yield row
-
-
-def _loads(line: str, number: int) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
 
 
 def _read_directory(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
@@ -135,13 +126,6 @@ def _described(dataset: MathDataset, split: str) -> str:
     return f"{dataset.repository}{config}, split {split}"
 
 
-def _with_progress(rows: Iterable[dict]) -> Iterator[dict]:
-    for number, row in enumerate(rows, start=1):
-        yield row
-        if number % _ROWS_A_PROGRESS_LINE == 0:
-            print(f"{number} rows read", file=sys.stderr, flush=True)
-
-
 def _write(path: Path, lines: Iterable[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -179,7 +163,7 @@ def main(argv: list[str]) -> None:
         parser.error(f"OUT.jsonl {args.out}: is --source {args.source}, which would be lost; allowed: another file")
     try:
         rows = read_hub(dataset, split) if args.source is None else read_local(args.source, dataset, split)
-        problems = read_problems(_with_progress(rows), dataset)
+        problems = read_problems(tqdm(rows, unit=" rows", delay=_QUIET_SECONDS), dataset)
     except SourceError as error:
         parser.error(str(error))
     except WrongDataset as error:
@@ -197,14 +181,9 @@ def main(argv: list[str]) -> None:
         if reason != DUPLICATE:  # duplicates lose nothing, and there may be a million
             sys.stderr.writelines(f"left out: {name}: {reason}\n" for name in names)
     suffix = f"\n{args.prompt_suffix}" if args.prompt_suffix else ""
+    lines = ({"input": problem + suffix, "label": label, "datasource": args.name} for problem, label in problems.usable)
     try:
-        _write(
-            args.out,
-            (
-                {"input": problem + suffix, "label": label, "datasource": args.name}
-                for problem, label in problems.usable
-            ),
-        )
+        _write(args.out, lines)
     except OSError as error:
         parser.error(f"OUT.jsonl {args.out}: cannot be written ({error.strerror}); allowed: a file's path")
     print(f"{args.name}: {problems.num_rows} rows read from {source}, {len(problems.usable)} written to {args.out}")

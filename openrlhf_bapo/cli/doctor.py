@@ -7,14 +7,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from openrlhf_bapo.cli.plot import Scalars, read_newest, read_scalars
+from openrlhf_bapo.cli.plot import read_newest, read_scalars
 from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.core.doctor import Finding, diagnose
-
-
-def findings_of(scalars: Scalars) -> list[Finding]:
-    """Return the findings of a run."""
-    return diagnose({tag.removeprefix("train/"): values for tag, values in scalars.items()})
 
 
 def describe(finding: Finding) -> str:
@@ -54,7 +49,7 @@ def main(argv: list[str]) -> None:
                 if args.watch is None:
                     parser.error(f"{error}; allowed: a folder with events.out.tfevents files")
                 continue  # a run that has not made its first step
-            now = findings_of(scalars)
+            now = diagnose({tag.removeprefix("train/"): values for tag, values in scalars.items()})
             if args.watch is not None:
                 for line in _changes(found.get(run, []), now):
                     print(f"[{time.strftime('%H:%M:%S')}] {run}: {line}", flush=True)

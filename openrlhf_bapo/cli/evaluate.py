@@ -5,9 +5,10 @@ A killed run continues with the same --out. Exit code 1: some responses are ungr
 
 import argparse
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
-from typing import TextIO
+from pathlib import Path
+
+from tqdm import tqdm
 
 from openrlhf_bapo.command import evaluation
 from openrlhf_bapo.command.clashes import takes_an_input
@@ -15,8 +16,8 @@ from openrlhf_bapo.command.input_files import try_file
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
-# Seconds between progress lines: on a terminal, where a line replaces the last one, and in a file.
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
+"""Seconds between two states of the progress bar."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,11 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", required=True, metavar="DIR", help="folder of the results, from which a killed run continues")
     add("--input_key", default="input", help="key of the prompt (default: %(default)s)")
     add("--label_key", default="label", help="key of the label (default: %(default)s)")
-    add(
-        "--apply_chat_template",
-        action=argparse.BooleanOptionalAction,
-        help="default: if the tokenizer has one",
-    )
+    add("--apply_chat_template", action=argparse.BooleanOptionalAction, help="default: if the tokenizer has one")
     add("--input_template", help="OpenRLHF's --data.input_template, with {} for the input (default: none)")
     add("--max_problems", type=int, help="evaluate only the first problems of each file (default: all)")
     add("--n", type=int, default=16, help="responses per problem (default: %(default)s)")
@@ -73,9 +70,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         if not 0 < getattr(args, name) <= 1:
             raise FlagError(f"--{name} {getattr(args, name)}: allowed: above 0, up to 1")
     if args.input_template is not None and not takes_an_input(args.input_template):
-        raise FlagError(
-            f"--input_template {args.input_template!r}: allowed: a text with {{}} for the input, other braces doubled"
-        )
+        allowed = "a text with {} for the input, other braces doubled"
+        raise FlagError(f"--input_template {args.input_template!r}: allowed: {allowed}")
     if args.input_template and args.apply_chat_template:
         raise FlagError("--input_template: allowed without --apply_chat_template, which OpenRLHF prefers")
     if args.pass_at is None:
@@ -100,15 +96,13 @@ def _evaluate(args: argparse.Namespace) -> int:
         input_template=args.input_template,
         max_new_tokens=args.max_new_tokens,
     )
-    if args.reward and args.reward.endswith(".py"):
+    if args.reward and Path(args.reward).is_file():
         try_file("--reward", args.reward, "reward_func")
-    record = evaluation.EvaluationRecord(
-        args.out,
-        evaluation.content_settings(args.model, args.data, endpoints)
-        | {name: getattr(args, name) for name in ("input_key", "label_key", "input_template", "max_problems", "n")}
-        | {name: getattr(args, name) for name in ("temperature", "top_p", "seed")}
-        | {name: getattr(prompts, name) for name in ("apply_chat_template", "max_new_tokens")},
-    )
+    settings = evaluation.content_settings(args.model, args.data, endpoints)
+    names = "input_key label_key input_template max_problems n temperature top_p seed".split()
+    settings |= {name: getattr(args, name) for name in names}
+    settings |= {name: getattr(prompts, name) for name in ("apply_chat_template", "max_new_tokens")}
+    record = evaluation.EvaluationRecord(args.out, settings)
     if record.num_torn_bytes:
         _say(f"dropped a torn last line of {record.num_torn_bytes} bytes from {record.responses_file}")
     waiting = [problem for problem in problems if problem.key not in record.finished]
@@ -130,11 +124,8 @@ def _evaluate(args: argparse.Namespace) -> int:
     ungraded = {dataset: counts["num_ungraded"] for dataset, counts in summary["datasets"].items()}
     if num_ungraded := sum(ungraded.values()):
         where = ", ".join(f"{dataset} {count}" for dataset, count in ungraded.items() if count)
-        num_responses = len(problems) * args.n
-        _say(
-            f"{num_ungraded} of {num_responses} responses are UNGRADED, the reward failed ({where}); each counts as 0; "
-            f"see {record.out / 'engines.log'}"
-        )
+        counted = f"{num_ungraded} of {len(problems) * args.n} responses are UNGRADED, the reward failed ({where})"
+        _say(f"{counted}; each counts as 0; see {record.out / 'engines.log'}")
     return num_ungraded
 
 
@@ -148,7 +139,8 @@ def _generate(
     """Generate the responses to the `waiting` problems and append them to `record`."""
     log_file = record.out / "engines.log"
     _say(f"starting engines, which log to {log_file}")
-    terminal = sys.stderr
+    before = [response.reward or 0.0 for responses in record.finished.values() for response in responses]
+    num_before, sum_of_rewards, terminal = len(record.finished), sum(before), sys.stderr
     with (
         open(log_file, "a") as log,
         redirect_stdout(log),
@@ -158,51 +150,24 @@ def _generate(
             num_engines=args.num_engines,
             tensor_parallel_size=args.tensor_parallel_size,
             gpu_memory_utilization=args.gpu_memory_utilization,
-            seed=evaluation.engine_seed(args.seed, len(record.finished)),
+            seed=evaluation.engine_seed(args.seed, num_before),
             max_model_len=prompts.max_model_len,
             endpoints=endpoints,
         ) as engines,
     ):
-        progress = Progress(list(record.finished.values()), len(record.finished) + len(waiting), terminal)
+        every = _EVERY_ON_TERMINAL if terminal.isatty() else _EVERY_IN_FILE
+        total = num_before + len(waiting)
+        bar = tqdm(total=total, initial=num_before, unit=" problems", file=terminal, mininterval=every)
         for problem, responses in evaluation.generate(
             engines, waiting, prompts, args.label_key, args.n, args.temperature, args.top_p
         ):
             described = [evaluation.describe_response(response, prompts.tokenizer) for response in responses]
-            progress.add(record.append(problem, prompts.texts[problem.key], problem.row[args.label_key], described))
-
-
-class Progress:
-    """A progress line, which replaces itself on a terminal."""
-
-    def __init__(self, finished: list[list[GradedResponse]], num_problems: int, stream: TextIO) -> None:
-        self._num_problems, self._stream = num_problems, stream
-        self._num_before, self._num_finished, self._num_responses, self._sum = len(finished), 0, 0, 0.0
-        for responses in finished:
-            self._count(responses)
-        self._start = self._last = time.monotonic()
-
-    def _count(self, responses: list[GradedResponse]) -> None:
-        self._num_finished += 1
-        self._num_responses += len(responses)
-        self._sum += sum(response.reward or 0.0 for response in responses)
-
-    def add(self, responses: list[GradedResponse]) -> None:
-        """Count a finished problem. Show the line if enough seconds have passed, and after the last problem."""
-        self._count(responses)
-        now, done = time.monotonic(), self._num_finished == self._num_problems
-        if not done and now - self._last < (_EVERY_ON_TERMINAL if self._stream.isatty() else _EVERY_IN_FILE):
-            return
-        self._last = now
-        per_problem = (now - self._start) / (self._num_finished - self._num_before)
-        line = (
-            f"{self._num_finished} / {self._num_problems} problems, {self._num_responses} responses, "
-            f"mean reward {self._sum / self._num_responses:.3f}, "
-            f"{per_problem * (self._num_problems - self._num_finished):.0f} s left"
-        )
-        # Padded with spaces, to cover a longer line before it.
-        before, after = ("\r", "" if not done else "\n") if self._stream.isatty() else ("", "\n")
-        self._stream.write(f"{before}{line:<78}{after}")
-        self._stream.flush()
+            graded = record.append(problem, prompts.texts[problem.key], problem.row[args.label_key], described)
+            sum_of_rewards += sum(response.reward or 0.0 for response in graded)
+            mean = sum_of_rewards / (len(record.finished) * args.n)
+            bar.set_postfix_str(f"mean reward {mean:.3f}", refresh=False)
+            bar.update()
+        bar.close()
 
 
 def table(metrics: dict[str, dict[str, Estimate | None]], num_problems: dict[str, int]) -> str:

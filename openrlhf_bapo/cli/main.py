@@ -1,6 +1,6 @@
 """The console script `openrlhf-bapo`, with one file per command."""
 
-import importlib
+import importlib.util
 import re
 import signal
 import sys
@@ -43,14 +43,8 @@ def main() -> None:
 def _missing(extra: str | None) -> list[str]:
     """Return the packages of an extra that are not installed."""
     lines = [line for line in metadata.requires("openrlhf-bapo") or () if line.endswith(f'extra == "{extra}"')]
-    return [name for name in (re.split(r"[^\w.-]", line)[0] for line in lines) if not _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return metadata.distribution(name) is not None
-    except metadata.PackageNotFoundError:
-        return False
+    names = [re.split(r"[^\w.-]", line)[0] for line in lines]
+    return [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
 
 
 if __name__ == "__main__":

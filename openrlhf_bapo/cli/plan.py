@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
+from openrlhf_bapo.planning.terms import Term
 
 _MACHINE_HELP = {
     "gpu_memory": "memory of one GPU, in GiB",
@@ -24,10 +25,9 @@ def main(argv: list[str]) -> None:
     """Plan the training command with these flags. Exit code 2: a flag is wrong; 1: the run does not fit."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plan", description=__doc__, allow_abbrev=False)
     parser.error = exit_with_one_line
-    parser.add_argument("--plan.model", default=None, help="model to plan with (default: the actor's)")
-    parser.add_argument(
-        "--plan.response_tokens", type=int, default=None, help="mean response length in tokens (default: the maximum)"
-    )
+    parser.add_argument("--plan.model", help="model to plan with (default: the actor's)")
+    longest = "mean response length in tokens (default: the maximum)"
+    parser.add_argument("--plan.response_tokens", type=int, help=longest)
     for name, text in _MACHINE_HELP.items():
         default = getattr(Machine, name)
         parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} (default: {default})")
@@ -83,23 +83,19 @@ def _flatten(values: SimpleNamespace, prefix: str = "") -> list[tuple[str, objec
 
 
 def describe(plan: Plan, gpu_memory: float) -> str:
-    """Format a plan as text.
-
-    Args:
-        plan: from `make_plan`.
-        gpu_memory: memory of one GPU, in GiB.
-    """
-    lines = ["", "plan"]
+    """Format a plan for GPUs with this many GiB as text."""
     width = max(map(len, plan.facts))
-    lines += [f"  {what:{width}}  {text}" for what, text in plan.facts.items()]
+    lines = ["", "plan", *(f"  {what:{width}}  {text}" for what, text in plan.facts.items())]
     for gpu, phases in plan.phases.items():
         lines += ["", f"memory of {gpu}, of {gpu_memory:g} GiB"]
         lines += [f"  {phase.total / GIB:7.1f} GiB  {phase.name}" for phase in phases]
         largest = max(phases, key=lambda phase: phase.total)
-        lines += [f"  the largest, {largest.name}:"]
-        lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in largest.terms]
+        lines += [f"  the largest, {largest.name}:", *map(_described, largest.terms)]
     if plan.host:
-        lines += ["", "host memory (per GPU; the replay pool once)"]
-        lines += [f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}" for term in plan.host]
+        lines += ["", "host memory (per GPU; the replay pool once)", *map(_described, plan.host)]
     lines += ["", *(f"does not fit: {problem}" for problem in plan.problems)]
     return "\n".join(lines if plan.problems else [*lines, "everything fits"])
+
+
+def _described(term: Term) -> str:
+    return f"  {term.bytes / GIB:7.1f} GiB  {term.name} = {term.formula}"

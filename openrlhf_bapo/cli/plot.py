@@ -67,11 +67,11 @@ _ELSEWHERE = {
 }
 
 
+_LINE_STYLES = ("-", "--", ":", "-.")
+
+
 class NothingToDrawError(Exception):
     """The logs have no metric that a panel shows."""
-
-
-_LINE_STYLES = ("-", "--", ":", "-.")
 
 
 Scalars = dict[str, tuple[list[int], list[float]]]
@@ -91,10 +91,7 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
     at the first step again is of another run.
 
     Returns:
-        (folder of the first file, scalars) of each run, the newest last.
-
-    Raises:
-        FileNotFoundError: if the directory has no scalars.
+        (folder of the first file, scalars) of each run, the newest last; FileNotFoundError if there is none.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -105,9 +102,7 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
             files.append((min(events[0].wall_time for events in logged.values()), file, logged))
     runs: list[tuple[Path, dict[str, dict[int, tuple[float, float]]]]] = []
     for _, file, logged in sorted(files, key=lambda found: found[:2]):
-        steps = {
-            tag: {event.step: (event.wall_time, event.value) for event in events} for tag, events in logged.items()
-        }
+        steps = {tag: {each.step: (each.wall_time, each.value) for each in events} for tag, events in logged.items()}
         if (run := _continued(steps, [run for _, run in runs])) is None:
             runs.append((file.parent, run := {}))
         for tag, by_step in steps.items():
@@ -145,32 +140,19 @@ def _by_openrlhfs_names(by_step: dict[str, dict[int, tuple[float, float]]]) -> S
 
 
 def read_newest(directory: Path, done: str) -> Scalars:
-    """Read the newest run under a directory; if there are others, a line on stderr says so.
-
-    Args:
-        directory: as in `read_runs`.
-        done: what the caller does with a run, such as "drawn".
-    """
+    """Read the newest run under a directory; if there are others, a line says that only the newest is `done`."""
     *others, (folder, scalars) = read_runs(directory)
     if others:
+        newest = f"only the newest is {done}, which began in {folder}"
         names = ", ".join(dict.fromkeys(str(other) for other, _ in others))
-        warn(
-            f"{directory}: has {len(others) + 1} runs; only the newest is {done}, which began in {folder}; the others "
-            f"began in {names}"
-        )
+        warn(f"{directory}: has {len(others) + 1} runs; {newest}; the others began in {names}")
     return scalars
 
 
 def draw(groups: dict[str, list[dict]], target: float | None, output: Path) -> None:
     """Write the curves as a PNG. A group of several runs is their mean, in a band from the lowest to the highest.
 
-    Args:
-        groups: scalars of runs, from `read_newest`, by label.
-        target: the search's target share, drawn as a line; None: no line.
-        output: path of the PNG.
-
-    Raises:
-        NothingToDrawError: if no panel has data.
+    `groups` are the scalars of `read_newest` by label. The search's target share becomes a line.
     """
     import matplotlib
 
@@ -253,8 +235,8 @@ def main(argv: list[str]) -> None:
         help="folder of a run, or its --logger.tensorboard_dir; runs of one label, such as seeds, become one line",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="path of the PNG")
-    parser.add_argument("--target", type=float, default=None, help="target of the positive share, drawn as a line")
-    parser.add_argument("--csv", type=Path, default=None, help="also write all logged numbers to this file")
+    parser.add_argument("--target", type=float, help="target of the positive share, drawn as a line")
+    parser.add_argument("--csv", type=Path, help="also write all logged numbers to this file")
     args = parser.parse_args(argv)
     groups: dict[str, list[dict]] = {}
     for run in args.runs:

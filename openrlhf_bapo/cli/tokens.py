@@ -33,15 +33,7 @@ class TokensError(ValueError):
 
 
 def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Read the tokens that a run has dumped, one array per column.
-
-    Args:
-        run: a run's folder, or its TensorBoard folder.
-        step: the only global step to read; None: all dumped steps.
-
-    Raises:
-        TokensError: if there are no tokens, or if a file cannot be read.
-    """
+    """Read the tokens that a run has dumped, one array per column; with `step`, only those of this global step."""
     import pyarrow
     from pyarrow import parquet
 
@@ -92,10 +84,7 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
-    """Compute the numbers behind the picture: tokens by bin of the ratio and by fate, for each sign.
-
-    Args:
-        signs: from `by_sign`.
+    """Compute the numbers behind the picture: tokens of `by_sign` by bin of the ratio and by fate.
 
     Returns:
         Rows with "sign", "by" ("ratio", "fate" or "quadrant"), "group" (the bin as LOW-HIGH, or a name in `FATES` or
@@ -113,33 +102,18 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
             ("quadrant", tokens["quadrant"], QUADRANTS),
         ):
             for place, group in enumerate(groups):
-                entropy, probability = (
-                    tokens[name][index == place].astype(float) for name in ("entropy", "probability")
-                )
-                num = len(entropy)
-                rows.append(
-                    {
-                        "sign": sign,
-                        "by": by,
-                        "group": group,
-                        "num_tokens": num,
-                        "fraction": num / max(len(index), 1),
-                        "entropy": entropy.mean() if num else np.nan,
-                        "entropy_error": entropy.std(ddof=1) / num**0.5 if num > 1 else np.nan,
-                        "probability": probability.mean() if num else np.nan,
-                        "entropy_change": tokens["entropy_change"][index == place].sum(),
-                    }
-                )
+                chosen = {name: values[index == place] for name, values in tokens.items()}
+                entropy, num = chosen["entropy"].astype(float), len(chosen["entropy"])
+                row = {"sign": sign, "by": by, "group": group, "num_tokens": num, "fraction": num / max(len(index), 1)}
+                row["entropy"] = entropy.mean() if num else np.nan
+                row["entropy_error"] = entropy.std(ddof=1) / num**0.5 if num > 1 else np.nan
+                row["probability"] = chosen["probability"].astype(float).mean() if num else np.nan
+                rows.append(row | {"entropy_change": chosen["entropy_change"].sum()})
     return rows
 
 
 def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
-    """Write the picture as a PNG.
-
-    Args:
-        tokens: from `read_tokens`.
-        output: path of the PNG.
-    """
+    """Write the picture of the tokens of `read_tokens` as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,16 +121,14 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
     signs = by_sign(tokens)
     rows = measure(signs)
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 12), layout="constrained")
-    grid = axes[2][0].get_gridspec()
-    for axis in axes[2]:
-        axis.remove()
+    figure, axes = pyplot.subplot_mosaic(
+        [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]], figsize=(11, 12), layout="constrained"
+    )
     least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
-    for axis, (sign, of_sign) in zip(axes[0], signs.items(), strict=True):
-        _draw_density(axis, sign, of_sign, max(least, 1e-6))
-    _draw_entropy(axes[1][0], [row for row in rows if row["by"] == "ratio"])
-    _draw_fates(axes[1][1], [row for row in rows if row["by"] == "fate"])
-    _draw_quadrants(figure.add_subplot(grid[2, :]), [row for row in rows if row["by"] == "quadrant"])
+    for sign, of_sign in signs.items():
+        _draw_density(axes[sign], sign, of_sign, max(least, 1e-6))
+    for by, draw_rows in (("ratio", _draw_entropy), ("fate", _draw_fates), ("quadrant", _draw_quadrants)):
+        draw_rows(axes[by], [row for row in rows if row["by"] == by])
     figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
     figure.savefig(output, dpi=90, format="png")
     pyplot.close(figure)
@@ -285,9 +257,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="openrlhf-bapo tokens", description=__doc__)
     parser.error = exit_with_one_line
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or its --logger.tensorboard_dir")
-    parser.add_argument("-o", "--output", type=Path, default=None, help="path of the PNG (default: tokens.png in RUN)")
-    parser.add_argument("--step", type=int, default=None, help="draw only the tokens of this global step")
-    parser.add_argument("--csv", type=Path, default=None, help="also write the numbers behind the picture to this file")
+    parser.add_argument("-o", "--output", type=Path, help="path of the PNG (default: tokens.png in RUN)")
+    parser.add_argument("--step", type=int, help="draw only the tokens of this global step")
+    parser.add_argument("--csv", type=Path, help="also write the numbers behind the picture to this file")
     args = parser.parse_args(argv)
     output = args.output or args.run / "tokens.png"
     try:

@@ -101,11 +101,7 @@ def _parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, set[str
 def parse(argv: list[str], depth: int = checks.FLAGS) -> argparse.Namespace:
     """Parse and check the arguments that `argv` would train with, without starting anything.
 
-    A mistake ends the process with one line and exit code 2.
-
-    Args:
-        argv: OpenRLHF's flags and ours.
-        depth: how far our checks go, as in `checks.check`.
+    A mistake ends the process with one line and exit code 2. `depth` is as in `checks.check`.
 
     Returns:
         The arguments as OpenRLHF nests them.

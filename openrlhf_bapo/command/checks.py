@@ -12,10 +12,13 @@ import socket
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.flags import source_of_staleness
+from openrlhf_bapo.command.failures import nearest_folder
+from openrlhf_bapo.command.flags import SETTINGS, source_of_staleness
 from openrlhf_bapo.command.input_files import (
     LoadedFile,
     check_model,
@@ -24,14 +27,14 @@ from openrlhf_bapo.command.input_files import (
     check_target_modules,
     count_rows,
     is_hub_name,
-    is_url,
+    is_reward_file,
     listed,
     listed_with_folders,
     model_length,
     warn,
 )
 from openrlhf_bapo.command.labels import check_labels
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.command.mistakes import FlagError, shown
 from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)
@@ -105,12 +108,6 @@ _TEXTS = (
 
 _PAIRS = ("reward.clip_range", "algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold")
 
-_SWITCHES = (
-    ("replay.ratio", "capacity max_staleness max_reuse strategy skip_uninformative seed"),
-    ("partial.token_budget", "oversample max_segments max_staleness on_stale"),
-)
-"""A flag that switches its group on, and the flags that do nothing without it."""
-
 _REWARD_SOURCES = {
     "patience": ["reward.remote_url"],
     "timeout": ["reward.remote_url"],
@@ -126,8 +123,6 @@ _PACKAGES = {
 }
 """Packages that flags need, by flag. OpenRLHF's installation may lack them."""
 
-_REWARDS = "a reward-function file (.py), or HTTP URLs, comma-separated"
-
 
 def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFile] = ()) -> None:
     """Refuse the first mistake, and warn on stderr of each value that is probably a mistake.
@@ -137,18 +132,15 @@ def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFi
         given: names of the flags on the command line.
         depth: `FLAGS`, `FILES` or `MACHINE`. Without `MACHINE`, data and models may be missing.
         early: the files that `load_early` has started to load.
-
-    Raises:
-        FlagError: at the first mistake.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
     _check_values(vars(args))
     _check_useless(vars(args), given)
+    _refuse_first(find_clashes(nested))
     _warn_of_values(vars(args), given)
     _say_what_the_ratio_is_against(vars(args), nested, given)
-    _refuse_first(find_clashes(nested))
     if depth >= FILES:
         is_training = depth == MACHINE
         loading = list(_start_loading(nested.train.agent_func_path, nested.reward.remote_url, early))
@@ -177,7 +169,7 @@ def _check_values(values: dict) -> None:
         for name in names.split():
             value = values[name]
             if value is not None and not all(map(is_allowed, value if isinstance(value, list | tuple) else [value])):
-                raise FlagError(f"--{name} {_shown(value)}: allowed: {allowed}")
+                raise FlagError(f"{shown(name, value)}: allowed: {allowed}")
     for allowed, pattern, names in _TEXTS:
         for name in names.split():
             if values[name] is not None and not re.fullmatch(pattern, str(values[name]), re.DOTALL):
@@ -185,21 +177,16 @@ def _check_values(values: dict) -> None:
     for name in _PAIRS:
         bounds = values[name]
         if len(bounds) > 1 and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-            raise FlagError(f"--{name} {_shown(bounds)}: allowed: LOW HIGH, LOW below HIGH")
-
-
-def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            raise FlagError(f"{shown(name, bounds)}: allowed: LOW HIGH, LOW below HIGH")
 
 
 def _check_useless(values: dict, given: set[str]) -> None:
     """Refuse given flags of ours that do nothing."""
-    for switch, names in _SWITCHES:
-        if values[switch] or switch in given:
-            continue  # an explicit 0 disables a recipe's group and leaves its settings
-        group, _ = switch.split(".")
-        for name in (f"{group}.{name}" for name in names.split()):
-            if name in given:
+    for group, kind in SETTINGS.items():
+        switch, *names = (f"{group}.{field.name}" for field in fields(kind))
+        for name in names:
+            # An explicit 0 disables a recipe's group and leaves its settings.
+            if name in given and not values[switch] and switch not in given:
                 raise FlagError(f"--{name} {values[name]}: does nothing without --{switch}")
     for name, sources in _REWARD_SOURCES.items():
         if f"reward_fault.{name}" in given and not any(values[source] for source in sources):
@@ -272,26 +259,23 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
 
 
 def _check_one_step_fits(args: Namespace) -> None:
-    name, samples = args.data.prompt_dataset, args.rollout.n_samples_per_prompt
+    name, samples, size = args.data.prompt_dataset, args.rollout.n_samples_per_prompt, args.train.batch_size
     if not has_clip_rule(args) or not Path(name).is_file() or (rows := count_rows(Path(name))) is None:
         return
-    if (num := min(rows, args.data.max_samples)) * samples < args.train.batch_size:
-        raise FlagError(
-            f"--data.prompt_dataset {name}: {num} prompts x --rollout.n_samples_per_prompt {samples} fill no optimizer "
-            f"step of --train.batch_size {args.train.batch_size}"
-        )
+    if (num := min(rows, args.data.max_samples)) * samples < size:
+        prompts = f"{num} prompts x --rollout.n_samples_per_prompt {samples}"
+        step = f"optimizer step of --train.batch_size {size}"
+        raise FlagError(f"--data.prompt_dataset {name}: {prompts} fill no {step}")
 
 
 def _check_models(args: Namespace, must_exist: bool) -> None:
     actor = args.actor.model_name_or_path
-    others = [("--critic.model_name_or_path", args.critic.model_name_or_path)]
-    if args.algo.advantage.estimator != "gae":
-        others = []
-    if not args.reward.remote_url:
-        others += [("--reward.model_name_or_path", name) for name in listed(args.reward.model_name_or_path)]
-    for flag, name in others:
-        if name and name != actor:
-            check_model(flag, name, must_exist)
+    critics = [args.critic.model_name_or_path] if args.algo.advantage.estimator == "gae" else []
+    rewards = [] if args.reward.remote_url else listed(args.reward.model_name_or_path)
+    for kind, names in (("critic", critics), ("reward", rewards)):
+        for name in names:
+            if name and name != actor:
+                check_model(f"--{kind}.model_name_or_path", name, must_exist)
     config = check_model("--actor.model_name_or_path", actor, must_exist, args.data.apply_chat_template)
     if config is not None:
         text = config.get_text_config()
@@ -303,10 +287,7 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
 def load_early(args: Namespace) -> list[LoadedFile]:
     """Start to load the command's reward-function or agent file, so that its imports run beside OpenRLHF's.
 
-    `check` refuses a wrong file. The caller must `end` the loaded files.
-
-    Args:
-        args: from `check_flags`.
+    `check` refuses a wrong file. The caller must `end` the loaded files. `args` are from `check_flags`.
     """
     with contextlib.suppress(FlagError):
         return list(_start_loading(vars(args)["train.agent_func_path"], vars(args)["reward.remote_url"]))
@@ -318,11 +299,8 @@ def _start_loading(agent: str | None, reward: str | None, early: Iterable[Loaded
     if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
         what = "--train.agent_func_path", agent, "AgentExecutor"
-    elif reward and reward.endswith(".py") and "," not in reward:
-        check_python_file("--reward.remote_url", reward, _REWARDS)
+    elif reward and is_reward_file("--reward.remote_url", reward):
         what = "--reward.remote_url", reward, "reward_func"
-    elif reward and not all(is_url(one) for one in reward.split(",")):
-        raise FlagError(f"--reward.remote_url {reward}: allowed: {_REWARDS}")
     else:
         return
     yield next((file for file in early if file.what == what), None) or LoadedFile(*what)
@@ -371,33 +349,21 @@ def _check_machine(args: Namespace, values: dict) -> None:
 
 def _check_flash_attention(args: Namespace) -> None:
     """Refuse what needs the package flash-attn if it is not installed. OpenRLHF packs samples with flash attention."""
-    ds, packs = args.ds, args.ds.packing_samples or args.train.dynamic_batch_enable or args.ds.ring_attn_size > 1
-    needs_it = ds.attn_implementation == "flash_attention_2" or (
-        packs and "flash_attention" not in ds.attn_implementation
-    )
-    if needs_it and importlib.util.find_spec("flash_attn") is None:
+    kind, packs = args.ds.attn_implementation, args.ds.packing_samples or args.train.dynamic_batch_enable
+    needs_it = (packs or args.ds.ring_attn_size > 1) and "flash_attention" not in kind
+    if (needs_it or kind == "flash_attention_2") and importlib.util.find_spec("flash_attn") is None:
         raise FlagError(
-            f"--ds.attn_implementation {ds.attn_implementation}: needs the package flash-attn, which is not installed, "
-            "for itself or for --ds.packing_samples, --train.dynamic_batch_enable or --ds.ring_attn_size; allowed "
-            "without it and them: sdpa, eager"
+            f"--ds.attn_implementation {kind}: needs the package flash-attn, which is not installed, for itself or for "
+            "--ds.packing_samples, --train.dynamic_batch_enable or --ds.ring_attn_size; allowed without it and them: "
+            "sdpa, eager"
         )
 
 
 def check_gpus(groups: dict[str, int], num_gpus: int) -> None:
-    """Refuse a run that asks for more GPUs than this machine has; Ray would wait for them.
-
-    Args:
-        groups: from `gpu_groups`.
-        num_gpus: GPUs of this machine.
-
-    Raises:
-        FlagError
-    """
+    """Refuse a run that asks for more GPUs than this machine has; Ray would wait for them."""
     if sum(groups.values()) > num_gpus:
-        raise FlagError(
-            f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: up to the {num_gpus} of this "
-            "machine, or the RAY_ADDRESS of a larger cluster"
-        )
+        allowed = f"up to the {num_gpus} of this machine, or the RAY_ADDRESS of a larger cluster"
+        raise FlagError(f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: {allowed}")
 
 
 def largest_group(groups: dict[str, int]) -> str:
@@ -414,15 +380,10 @@ def describe_gpus(groups: dict[str, int]) -> str:
 
 
 def check_ray_address(address: str) -> None:
-    """Refuse a RAY_ADDRESS where no cluster answers.
-
-    Raises:
-        FlagError
-    """
-    allowed = "allowed: HOST:PORT of a running Ray head, auto, or unset to start Ray here"
-    known = address
+    """Refuse a RAY_ADDRESS where no cluster answers."""
     if address == "local":
         return
+    known = address
     if address == "auto":
         running = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
         known = running.read_text().strip() if running.is_file() else ""
@@ -430,33 +391,30 @@ def check_ray_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
     except (OSError, ValueError, OverflowError):
+        allowed = "allowed: HOST:PORT of a running Ray head, auto, or unset to start Ray here"
         raise FlagError(f"RAY_ADDRESS {address}: no Ray cluster answers there; {allowed}") from None
 
 
 def _check_folders(args: Namespace) -> None:
     """Refuse folders that cannot be written to; a run writes to the model's folder only after its last step."""
-    folders = {"--ckpt.path": args.ckpt.path, "--ckpt.output_dir": args.ckpt.output_dir}
-    for flag, folder in (folders | {"--logger.tensorboard_dir": args.logger.tensorboard_dir}).items():
+    for flag in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"):
+        folder = attrgetter(flag)(args)
         if folder is not None and (problem := _why_not_writable(folder)):
-            raise FlagError(f"{flag} {folder}: cannot be written ({problem}); allowed: a folder")
+            raise FlagError(f"--{flag} {folder}: cannot be written ({problem}); allowed: a folder")
     if not os.environ.get("RAY_ADDRESS"):  # otherwise the processes may run elsewhere
         for variable, folder in _cache_folders().items():
             if problem := _why_not_writable(folder):
-                raise FlagError(
-                    f"{variable} {folder}: cannot be written ({problem}); allowed: another {variable}, or a HOME that "
-                    "can be written"
-                )
+                allowed = f"another {variable}, or a HOME that can be written"
+                raise FlagError(f"{variable} {folder}: cannot be written ({problem}); allowed: {allowed}")
 
 
 def _why_not_writable(folder: str | Path) -> str:
-    wanted = there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
+    there = nearest_folder(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
             return ""
     except OSError as error:
-        return ("" if there == wanted else f"{there}: ") + str(error.strerror)
+        return ("" if there == Path(folder).absolute() else f"{there}: ") + str(error.strerror)
 
 
 def _cache_folders() -> dict[str, str | Path]:
@@ -466,15 +424,12 @@ def _cache_folders() -> dict[str, str | Path]:
     from torch.utils.cpp_extension import get_default_build_root
     from vllm import envs
 
-    folders = {
-        "HF_DATASETS_CACHE": HF_DATASETS_CACHE,  # every data file, as Arrow
-        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,  # what engines compile
-        # What DeepSpeed compiles.
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root(),
-    }
+    compiled = {"TORCH_EXTENSIONS_DIR": get_default_build_root()}  # by DeepSpeed
     if torch.cuda.is_available():
-        folders["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
-    return folders
+        compiled["TRITON_CACHE_DIR"] = str(Path.home() / ".triton")
+    folders = {name: os.environ.get(name) or folder for name, folder in compiled.items()}
+    # Every data file as Arrow, and what engines compile.
+    return {"HF_DATASETS_CACHE": HF_DATASETS_CACHE, "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT, **folders}
 
 
 def _check_resume(args: Namespace) -> None:
@@ -495,20 +450,13 @@ def _check_resume(args: Namespace) -> None:
 
 
 def check_saved_type(args: Namespace) -> None:
-    """Refuse to resume a checkpoint of another type.
-
-    Args:
-        args: flat, after `find_whole_checkpoint`.
-
-    Raises:
-        FlagError
-    """
-    values = vars(args)
-    if values["ckpt.resume_from"] is None:
+    """Refuse to resume a checkpoint of another type; `args` are flat, after `find_whole_checkpoint`."""
+    checkpoint, dtype = (vars(args)[name] for name in ("ckpt.resume_from", "ds.param_dtype"))
+    if checkpoint is None:
         return
-    folder = Path(values["ckpt.path"], "_actor", values["ckpt.resume_from"])
+    folder = Path(vars(args)["ckpt.path"], "_actor", checkpoint)
     # DeepSpeed puts bf16 into the names of the optimizer's files.
     is_bf16 = {file.name.startswith("bf16") for file in folder.glob("*zero_pp_rank_*_optim_states.pt")}
-    if is_bf16 == {values["ds.param_dtype"] != "bf16"}:
+    if is_bf16 == {dtype != "bf16"}:
         allowed = "bf16" if True in is_bf16 else "fp16 or fp32"
-        raise FlagError(f"--ds.param_dtype {values['ds.param_dtype']}: {folder} is in {allowed}; allowed: {allowed}")
+        raise FlagError(f"--ds.param_dtype {dtype}: {folder} is in {allowed}; allowed: {allowed}")

@@ -17,21 +17,16 @@ from openrlhf_bapo.command.mistakes import exit_with_one_line
 from openrlhf_bapo.command.threads import is_ending, start_thread
 from openrlhf_bapo.openrlhf.interrupts import is_training
 
-EVERY = 60.0
-"""Seconds between two looks at the cluster."""
+EVERY, PATIENCE = 60.0, 300.0
+"""Seconds between two looks at the cluster, and seconds that a node may take to answer."""
 
-
-PATIENCE = 300.0
-"""Seconds that a node may take to answer."""
+_REMEDY = "install the same copy on every node"
 
 
 def check_nodes(args: Namespace) -> None:
     """End a run if another node lacks this package, has another copy of it, or does not see the checkpoints' folder.
 
-    The run ends with one line and exit code 2.
-
-    Args:
-        args: flat, names with dots.
+    The run ends with one line and exit code 2. `args` are flat, names with dots.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -58,13 +53,8 @@ def check_nodes(args: Namespace) -> None:
             if theirs != ours:
                 exit_with_one_line(f"node {address}: has openrlhf-bapo {theirs}, but here it is {ours}; {_REMEDY}")
             if not sees:
-                exit_with_one_line(
-                    f"--ckpt.path {folder}: node {address} does not see a file that was written there; allowed: a "
-                    "folder that all nodes share"
-                )
-
-
-_REMEDY = "install the same copy on every node"
+                problem = f"node {address} does not see a file that was written there"
+                exit_with_one_line(f"--ckpt.path {folder}: {problem}; allowed: a folder that all nodes share")
 
 
 def describe_package() -> str:
@@ -83,19 +73,15 @@ def _look(file: str) -> tuple[str, bool]:
 def wait_for_room(args: Namespace) -> None:
     """End a run that asks for more GPUs than the cluster has. If others use the GPUs, report what the run waits for.
 
-    The run ends with one line and exit code 2. A thread reports the waiting until training begins.
-
-    Args:
-        args: flat, names with dots.
+    The run ends with one line and exit code 2. A thread reports the waiting until training begins. `args` are flat.
     """
     from openrlhf.utils.config import hierarchize
 
     groups, by_node = gpu_groups(hierarchize(args)), gpus_by_node()
     if sum(groups.values()) > sum(by_node.values()):
-        exit_with_one_line(
-            f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}; allowed: up to the "
-            f"{sum(by_node.values())} of the cluster ({describe_nodes(by_node)}), or a cluster with more nodes"
-        )
+        allowed = f"up to the {sum(by_node.values())} of the cluster ({describe_nodes(by_node)})"
+        asked = f"{largest_group(groups)}: the run asks for {describe_gpus(groups)}"
+        exit_with_one_line(f"{asked}; allowed: {allowed}, or a cluster with more nodes")
     start_thread(_report_waiting, groups)
 
 
@@ -112,26 +98,20 @@ def describe_nodes(by_node: dict[str, int]) -> str:
 
 
 def _report_waiting(groups: dict[str, int]) -> None:
-    before: set[str] = set()
+    import ray
+
+    asked, before, seconds = describe_gpus(groups), set[str](), 0.0
     # After the connection has ended, the main thread says why.
     with contextlib.suppress(Exception):
-        seconds = 0.0
         while not is_ending(seconds) and not is_training():
             waiting = _without_resources()
             # A process that starts has no resources for a moment, too.
-            if both := [name for id, name in waiting.items() if id in before]:
-                print(f"openrlhf-bapo: {_describe(groups, both)}", flush=True)
+            if both := sorted(name for id, name in waiting.items() if id in before):
+                free, by_node = int(ray.available_resources().get("GPU", 0)), gpus_by_node()
+                rooms = f"{free} of {sum(by_node.values())} are free ({describe_nodes(by_node)})"
+                says = f"waits until the cluster has room for {', '.join(both)}; the run asks for {asked}; {rooms}"
+                print(f"openrlhf-bapo: {says}; Ctrl-C ends the run", flush=True)
             before, seconds = set(waiting), EVERY
-
-
-def _describe(groups: dict[str, int], waiting: list[str]) -> str:
-    import ray
-
-    free, by_node = int(ray.available_resources().get("GPU", 0)), gpus_by_node()
-    return (
-        f"waits until the cluster has room for {', '.join(sorted(waiting))}; the run asks for {describe_gpus(groups)}; "
-        f"{free} of {sum(by_node.values())} are free ({describe_nodes(by_node)}); Ctrl-C ends the run"
-    )
 
 
 def _without_resources() -> dict[str, str]:

@@ -24,15 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.command.input_files import (
-    ENCODING,
-    check_model,
-    check_python_file,
-    check_row,
-    is_url,
-    json_value,
-    model_length,
-)
+from openrlhf_bapo.command.input_files import ENCODING, check_model, check_row, is_reward_file, json_value, model_length
 from openrlhf_bapo.command.labels import warn_of_labels
 from openrlhf_bapo.command.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
@@ -64,11 +56,7 @@ class Problem:
 
 
 def read_problems(files: list[str], input_key: str, label_key: str, max_problems: int | None) -> list[Problem]:
-    """Read the problems of JSONL files, the first `max_problems` of each; empty lines are skipped.
-
-    Raises:
-        FlagError: if a file cannot be read or has no problem, or a line is not a JSON object or lacks a key.
-    """
+    """Read the problems of JSONL files, the first `max_problems` of each; empty lines are skipped."""
     problems: dict[str, Problem] = {}
     for file in files:
         path = Path(file).resolve()
@@ -123,10 +111,6 @@ def make_prompts(
         apply_chat_template: None: only if the tokenizer has one and there is no `input_template`.
         input_template: OpenRLHF's --data.input_template, with {} for the input.
         max_new_tokens: None: `MAX_NEW_TOKENS`, or fewer if the model has fewer positions beside the longest prompt.
-
-    Raises:
-        FlagError: if the model's configuration or tokenizer cannot be loaded, there is no chat template to apply, or
-            prompt and response are too long for the model.
     """
     from openrlhf.datasets.prompts_dataset import preprocess_data
     from openrlhf.utils.utils import get_tokenizer
@@ -156,30 +140,17 @@ def make_prompts(
     if room < 1:
         raise FlagError(f"--data: the longest prompt has {longest} tokens; allowed: fewer than the model's {length}")
     if max_new_tokens is not None and max_new_tokens > room:
-        raise FlagError(
-            f"--max_new_tokens {max_new_tokens}: allowed beside the longest prompt's {longest} tokens, in the model's "
-            f"{length}: up to {room}"
-        )
+        place = f"beside the longest prompt's {longest} tokens, in the model's {length}"
+        raise FlagError(f"--max_new_tokens {max_new_tokens}: allowed {place}: up to {room}")
     max_new_tokens = max_new_tokens or int(min(MAX_NEW_TOKENS, room))
     return Prompts(tokenizer, texts, apply_chat_template, max_new_tokens, longest + max_new_tokens)
 
 
 def reward_endpoints(reward: str | None) -> list[str]:
-    """Return `remote_rm_url` for OpenRLHF's engines: the file or the URLs in `reward`, or the packaged math grader.
-
-    Raises:
-        FlagError: if `reward` is neither an existing file nor URLs.
-    """
+    """Return `remote_rm_url` for OpenRLHF's engines: the file or the URLs in `reward`, or the packaged math grader."""
     if reward is None:
         return [str(Path(math_tasks.__file__).with_name("reward.py"))]
-    allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
-    if reward.endswith(".py"):
-        check_python_file("--reward", reward, allowed)
-        return [str(Path(reward).resolve())]
-    endpoints = reward.split(",")
-    if not all(map(is_url, endpoints)):
-        raise FlagError(f"--reward {reward}: allowed: {allowed}")
-    return endpoints
+    return [str(Path(reward).resolve())] if is_reward_file("--reward", reward) else reward.split(",")
 
 
 def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict:
@@ -191,7 +162,7 @@ def content_settings(model: str, files: list[str], endpoints: list[str]) -> dict
     return {
         "model": f"{folder.resolve()} (files {_digest_of_files(folder)})" if folder.is_dir() else model,
         "data": [_with_digest(Path(file).resolve()) for file in files],
-        "reward": [_with_digest(Path(one)) if one.endswith(".py") else one for one in endpoints],
+        "reward": [_with_digest(Path(one)) if Path(one).is_file() else one for one in endpoints],
     }
 
 
@@ -209,23 +180,14 @@ def _digest_of_files(folder: Path) -> str:
 
 
 def _with_digest(file: Path) -> str:
-    return f"{file} (sha256 {_digest(file.read_bytes())})"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    return f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
 
 
 class EvaluationRecord:
     """The output folder, with the finished problems."""
 
     def __init__(self, out: str, settings: dict) -> None:
-        """Open `out`, or make it.
-
-        Raises:
-            FlagError: if `out` was made with other settings, is in use by another process, cannot be made, or has a
-                damaged file.
-        """
+        """Open `out`, or make it; refuse one of other settings, in use by another process, or with a damaged file."""
         self.out = Path(out)
         self.settings = settings
         self.responses_file = self.out / "responses.jsonl"
@@ -246,36 +208,28 @@ class EvaluationRecord:
             raise FlagError(f"--out {out}: cannot be made ({error.strerror}); allowed: a folder") from error
         config = self.out / "config.json"
         if config.exists():
-            self._refuse_other_settings(self._read_config(config))
+            self._refuse_other_settings(config)
         elif self.responses_file.exists():
-            raise FlagError(
-                f"--out {out}: has responses.jsonl but not the config.json with their settings; allowed: another folder"
-            )
+            problem = "has responses.jsonl but not the config.json with their settings"
+            raise FlagError(f"--out {out}: {problem}; allowed: another folder")
         else:
             _write_whole(config, [json.dumps(settings, indent=2)])
         self.responses_file.touch()
         self._read_finished()
 
-    def _read_config(self, config: Path) -> dict:
+    def _refuse_other_settings(self, config: Path) -> None:
         try:
             saved = json.loads(config.read_text())
             if not isinstance(saved, dict):
                 raise ValueError("not a JSON object")
         except (OSError, ValueError) as error:
-            raise FlagError(
-                f"--out {self.out}: {config} is damaged ({error}); allowed: another folder, or this one with the "
-                "original file"
-            ) from error
-        return saved
-
-    def _refuse_other_settings(self, saved: dict) -> None:
+            allowed = "another folder, or this one with the original file"
+            raise FlagError(f"--out {self.out}: {config} is damaged ({error}); allowed: {allowed}") from error
         for name in [*self.settings, *saved]:
             ours, theirs = self.settings.get(name), saved.get(name)
             if ours != theirs:
-                raise FlagError(
-                    f"--{name} {ours}: {self.out} holds an evaluation with --{name} {theirs}; allowed: the same, or "
-                    "another --out"
-                )
+                problem = f"{self.out} holds an evaluation with --{name} {theirs}"
+                raise FlagError(f"--{name} {ours}: {problem}; allowed: the same, or another --out")
 
     def _read_finished(self) -> None:
         with open(self.responses_file, "rb+") as file:
@@ -290,10 +244,9 @@ class EvaluationRecord:
                         raise ValueError("an earlier line has the same problem")
                     self._note(finished)
                 except (ValueError, KeyError, TypeError) as error:
-                    raise FlagError(
-                        f"--out {self.out}: line {number} of {self.responses_file} is damaged ({error}); remove "
-                        f"it, and its problem is evaluated again (sed -i {number}d {self.responses_file})"
-                    ) from error
+                    problem = f"line {number} of {self.responses_file} is damaged ({error})"
+                    remedy = f"its problem is evaluated again (sed -i {number}d {self.responses_file})"
+                    raise FlagError(f"--out {self.out}: {problem}; remove it, and {remedy}") from error
 
     def append(self, problem: Problem, prompt: str, label: object, responses: list[dict]) -> list[GradedResponse]:
         """Write a finished problem with its n responses, from `describe_response`; return them graded."""
@@ -341,11 +294,7 @@ def _write_whole(file: Path, parts: Iterable[str]) -> None:
 
 
 def check_gpus(num_engines: int | None, tensor_parallel_size: int) -> None:
-    """Refuse engines for which this machine has too few GPUs. `running_engines` checks a cluster in RAY_ADDRESS.
-
-    Raises:
-        FlagError
-    """
+    """Refuse engines for which this machine has too few GPUs. `running_engines` checks a cluster in RAY_ADDRESS."""
     import torch
 
     if os.environ.get("RAY_ADDRESS"):
@@ -358,10 +307,8 @@ def check_gpus(num_engines: int | None, tensor_parallel_size: int) -> None:
 
 def _refuse_too_many(num_engines: int | None, tensor_parallel_size: int, num_gpus: int) -> None:
     if (num_engines or 1) * tensor_parallel_size > num_gpus:
-        raise FlagError(
-            f"--num_engines {num_engines or 1} x --tensor_parallel_size {tensor_parallel_size}: allowed: up to the "
-            f"{num_gpus} available GPUs"
-        )
+        asked = f"--num_engines {num_engines or 1} x --tensor_parallel_size {tensor_parallel_size}"
+        raise FlagError(f"{asked}: allowed: up to the {num_gpus} available GPUs")
 
 
 @contextmanager
@@ -380,9 +327,6 @@ def running_engines(
     Args:
         num_engines: None: as many as the GPUs allow; one on the CPU.
         seed: seed of the first engine; each further engine has the next number.
-
-    Raises:
-        FlagError: if the cluster has too few GPUs.
     """
     register()
     start_ray_at_equal_priority()
@@ -436,13 +380,10 @@ def engine_seed(seed: int, num_finished: int) -> int:
 def generate(
     engines: list, problems: list[Problem], prompts: Prompts, label_key: str, n: int, temperature: float, top_p: float
 ) -> Iterator[tuple[Problem, list[dict]]]:
-    """Generate n responses to each problem, with the sampling of OpenRLHF's `SamplesGenerator`.
+    """Yield each finished problem with its n responses, sampled as OpenRLHF's `SamplesGenerator` does.
 
     An engine that finishes a problem takes the next one from a common queue, so that no engine waits for another one's
     long responses.
-
-    Yields:
-        Each finished problem, with its responses from `RolloutRayActor.generate_responses`.
     """
     import ray
     from vllm import SamplingParams
@@ -489,10 +430,8 @@ def describe_response(response: dict, tokenizer: Any) -> dict:
     """
     import torch
 
-    [(start, end)] = response["action_ranges"]
+    [(start, end)], prompt, reward = response["action_ranges"], response["prompt"], response["reward"]
     text = tokenizer.decode(response["observation_tokens"][start:end], skip_special_tokens=False)
-    prompt = response["prompt"]
-    reward = response["reward"]
     if reward is not None:
         reward = torch.as_tensor(reward).flatten()[0].item()
     return {
@@ -506,6 +445,10 @@ def describe_response(response: dict, tokenizer: Any) -> dict:
 
 def summarize(metrics: dict[str, dict[str, Estimate | None]], by_dataset: dict[str, list]) -> dict:
     """Collect counts and metrics for results.json."""
+    as_json = {
+        dataset: {name: estimate and asdict(estimate) for name, estimate in estimates.items()}
+        for dataset, estimates in metrics.items()
+    }
     datasets = {}
     for dataset, problems in by_dataset.items():
         responses = [response for problem in problems for response in problem]
@@ -513,10 +456,6 @@ def summarize(metrics: dict[str, dict[str, Estimate | None]], by_dataset: dict[s
             "num_problems": len(problems),
             "num_responses": len(responses),
             "num_ungraded": sum(response.reward is None for response in responses),
-            "metrics": _as_json(metrics[dataset]),
+            "metrics": as_json[dataset],
         }
-    return {"datasets": datasets, "macro_average": _as_json(metrics[MACRO_AVERAGE])}
-
-
-def _as_json(metrics: dict[str, Estimate | None]) -> dict:
-    return {name: estimate and asdict(estimate) for name, estimate in metrics.items()}
+    return {"datasets": datasets, "macro_average": as_json[MACRO_AVERAGE]}

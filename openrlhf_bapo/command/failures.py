@@ -33,10 +33,7 @@ _LITTLE_SPACE = 64 << 20  # bytes; a full disk often has a little space left
 def describe_failure(error: BaseException, args: dict, signals: list[int]) -> list[str]:
     """Return two lines: the cause, and what is saved and how to continue.
 
-    Args:
-        error: the exception that ended the run.
-        args: flat, names with dots.
-        signals: numbers of the signals that were caught before.
+    `args` are flat, names with dots; `signals` are the numbers of those that were caught before.
     """
     folders = (args[name] for name in ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir"))
     full = [name for folder in folders if folder and (name := _full_disk(folder, args))]
@@ -118,23 +115,16 @@ def _what_is_saved(args: dict) -> str:
 
     nested = hierarchize(Namespace(**args | {"ckpt.load_enable": True}))
     tag, problem = newest_whole_checkpoint(nested)
+    path, again = args["ckpt.path"], "the same command"
     if tag is None and problem:
-        return (
-            f"saved is no checkpoint in {args['ckpt.path']} that can be resumed, because {problem}; the same command "
-            "without --ckpt.load_enable starts from the beginning"
-        )
+        reason = f"no checkpoint in {path} that can be resumed, because {problem}"
+        return f"saved is {reason}; {again} without --ckpt.load_enable starts from the beginning"
     if tag is None:
         steps = args["ckpt.save_steps"]
         every = f"every {steps} steps" if steps not in (-1, float("inf")) else "never, unless an evaluation is the best"
-        return f"nothing is saved; the same command starts from the beginning (--ckpt.save_steps {steps}: {every})"
-    which = f"{tag}, because {problem}" if problem else tag
-    if tag == args.get("ckpt.resume_from"):
-        # The resume itself may be what failed.
-        return (
-            f"saved is {args['ckpt.path']} ({which}), from which this run started; the same command starts from there "
-            "again"
-        )
-    return (
-        f"saved is {args['ckpt.path']} ({which}); the same command with --ckpt.load_enable continues from there; a "
-        "recipe other than the quickstart continues when it is run again"
-    )
+        return f"nothing is saved; {again} starts from the beginning (--ckpt.save_steps {steps}: {every})"
+    saved = f"saved is {path} ({tag}, because {problem})" if problem else f"saved is {path} ({tag})"
+    if tag == args.get("ckpt.resume_from"):  # the resume itself may be what failed
+        return f"{saved}, from which this run started; {again} starts from there again"
+    recipe = "a recipe other than the quickstart continues when it is run again"
+    return f"{saved}; {again} with --ckpt.load_enable continues from there; {recipe}"

@@ -14,10 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from safetensors import SafetensorError, safe_open
 
 from openrlhf_bapo.command.mistakes import FlagError
 
@@ -96,16 +98,12 @@ def check_rows(
         apply_chat_template: whether the input may be a list of messages.
         split: of a directory.
         folder: in the directory, if only that is loaded.
-
-    Raises:
-        FlagError
     """
     try:
         if file.is_dir():
             return _check_directory(file, where, keys, apply_chat_template, split, folder)
         if file.suffix in (".csv", ".parquet", ".arrow"):
-            with _opened_table(file, keys) as (names, num_rows, columns):
-                return _check_table(names, num_rows, columns, where, keys, apply_chat_template)
+            return _check_table(_opened_table(file, keys), where, keys, apply_chat_template)
         if file.suffix not in (".json", ".jsonl"):
             return None
         rows = list(json_rows(file, where))
@@ -125,9 +123,8 @@ def check_rows(
 
 def _wrong_input(where: str, flag: str, key: str, value: object, apply_chat_template: bool) -> FlagError:
     allowed = "a text, or a list of messages" if apply_chat_template else "a text"
-    return FlagError(
-        f"{where} has {key!r} {json.dumps(value, default=str)[:40]}; allowed for {flag}: {allowed}, not empty"
-    )
+    start = json.dumps(value, default=str)[:40]
+    return FlagError(f"{where} has {key!r} {start}; allowed for {flag}: {allowed}, not empty")
 
 
 def count_rows(file: Path) -> int | None:
@@ -136,9 +133,7 @@ def count_rows(file: Path) -> int | None:
         with open(file, newline="", encoding=ENCODING) as stream:
             return sum(1 for row in csv.reader(stream) if row) - 1
     if file.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_metadata(file).num_rows
+        return _opened_table(file, {})[1]
     if file.suffix not in (".json", ".jsonl"):
         return None
     if file.stat().st_size <= _SMALL_FILE:
@@ -153,42 +148,44 @@ _Table = tuple[list[str], int, Callable[[str], Iterable[Any]]]
 """Names of the columns, number of rows (of a CSV file: whether there are any), parts of a column as pyarrow arrays."""
 
 
-@contextlib.contextmanager
-def _opened_table(file: Path, keys: dict[str, str]) -> Iterator[_Table]:
+def _opened_table(file: Path, keys: dict[str, str]) -> _Table:
     """Open a CSV, Parquet or Arrow file, with the types that `datasets` gives its columns."""
     import pyarrow
     import pyarrow.parquet
 
     if file.suffix == ".csv":
-        import pandas
+        return _opened_csv(file, keys)
+    if file.suffix == ".parquet":
+        opened = pyarrow.parquet.ParquetFile(file)
+        names, num_rows = opened.schema_arrow.names, opened.metadata.num_rows
+        return names, num_rows, lambda key: (batch.column(0) for batch in opened.iter_batches(columns=[key]))
+    source = pyarrow.memory_map(str(file))
+    try:
+        return _in_memory(pyarrow.ipc.open_stream(source).read_all())
+    except pyarrow.ArrowInvalid:
+        return _in_memory(pyarrow.ipc.open_file(source).read_all())
 
-        with open(file, newline="", encoding=ENCODING) as stream:
-            table = csv.reader(stream)
-            names, has_rows = next(table, []), any(table)
-        # pandas gives the second of two equal names another one, which matters only for the keys.
-        names = [name for place, name in enumerate(names) if name in keys.values() or name not in names[:place]]
-        most = None if file.stat().st_size <= _SMALL_FILE else _CSV_ROWS
 
-        def columns(key: str) -> Iterable[Any]:
-            with pandas.read_csv(file, chunksize=_CSV_ROWS, nrows=most) as chunks:
-                yield from (pyarrow.array(chunk[key], from_pandas=True) for chunk in chunks)
+def _opened_csv(file: Path, keys: dict[str, str]) -> _Table:
+    import pandas
+    import pyarrow
 
-        yield names, has_rows, columns
-    elif file.suffix == ".parquet":
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            read = opened.iter_batches
-            yield (
-                opened.schema_arrow.names,
-                opened.metadata.num_rows,
-                lambda key: (batch.column(0) for batch in read(columns=[key])),
-            )
-    else:
-        with pyarrow.memory_map(str(file)) as source:
-            try:
-                table = pyarrow.ipc.open_stream(source).read_all()
-            except pyarrow.ArrowInvalid:
-                table = pyarrow.ipc.open_file(source).read_all()
-            yield table.column_names, table.num_rows, lambda key: table.column(key).chunks
+    with open(file, newline="", encoding=ENCODING) as stream:
+        table = csv.reader(stream)
+        names, has_rows = next(table, []), any(table)
+    # pandas gives the second of two equal names another one, which matters only for the keys.
+    names = [name for place, name in enumerate(names) if name in keys.values() or name not in names[:place]]
+    most = None if file.stat().st_size <= _SMALL_FILE else _CSV_ROWS
+
+    def columns(key: str) -> Iterable[Any]:
+        with pandas.read_csv(file, chunksize=_CSV_ROWS, nrows=most) as chunks:
+            yield from (pyarrow.array(chunk[key], from_pandas=True) for chunk in chunks)
+
+    return names, has_rows, columns
+
+
+def _in_memory(table: Any) -> _Table:
+    return table.column_names, table.num_rows, lambda key: table.column(key).chunks
 
 
 def _check_directory(
@@ -197,38 +194,24 @@ def _check_directory(
     import datasets
 
     if (path / f"{path.name}.py").exists():
-        return  # a script
+        return None  # a script
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # made by save_to_disk
         data = datasets.load_from_disk(str(path))
         table = (data[split] if isinstance(data, dict) else data).data
-        _check_table(
-            table.column_names,
-            table.num_rows,
-            lambda key: table.column(key).chunks,
-            where,
-            keys,
-            apply_chat_template,
-        )
-        return
+        return _check_table(_in_memory(table), where, keys, apply_chat_template)
     builder = datasets.load_dataset_builder(str(path), data_dir=folder or None)
     for file in (builder.config.data_files or {}).get(split, []):
         check_rows(Path(file), f"{where}: {file}", keys, apply_chat_template)
+    return None
 
 
-def _check_table(
-    names: list[str],
-    num_rows: int,
-    columns: Callable[[str], Iterable[Any]],
-    where: str,
-    keys: dict[str, str],
-    apply_chat_template: bool,
-) -> None:
+def _check_table(table: _Table, where: str, keys: dict[str, str], apply_chat_template: bool) -> None:
     from pyarrow import compute, types
 
+    names, num_rows, columns = table
     if not num_rows:
         raise FlagError(f"{where}: has no rows; allowed: a file with at least one row")
-    if len(set(names)) < len(names):
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+    if (twice := _repeated(names)) is not None:
         raise FlagError(f"{where}: its table has the column {twice!r} twice; allowed: once")
     check_row(dict.fromkeys(names), f"{where}: its table", keys)
     flag, key = next(iter(keys.items()))
@@ -251,11 +234,7 @@ def _check_table(
 
 
 def check_row(row: object, where: str, keys: dict[str, str]) -> None:
-    """Refuse a row that is not a JSON object or lacks one of `keys`, which the flags name.
-
-    Raises:
-        FlagError
-    """
+    """Refuse a row that is not a JSON object or lacks one of `keys`, which the flags name."""
     if not isinstance(row, dict):
         raise FlagError(f"{where} is not a JSON object")
     for flag, key in keys.items():
@@ -283,20 +262,20 @@ def json_rows(file: Path, where: str) -> Iterable[tuple[str, Any]]:
             yield "a row at its end", json_value(line, f"{where}: a row at its end")
 
 
-class _Repeated(dict):
-    """A JSON object in which a key comes twice."""
+def _repeated(names: list[str]) -> str | None:
+    """Return the first name that comes a second time."""
+    if len(set(names)) == len(names):
+        return None
+    return next(name for place, name in enumerate(names) if name in names[:place])
 
-    key = ""
+
+_TWICE = object()
+"""The key under which a JSON object keeps the name of a key that it has twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    names = [name for name, _ in pairs]
-    found = _Repeated(found)
-    found.key = next(name for place, name in enumerate(names) if name in names[:place])
-    return found
+    twice = _repeated([name for name, _ in pairs])
+    return dict(pairs) if twice is None else {_TWICE: twice}
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -304,8 +283,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 def _check_value(value: Any, where: str) -> None:
     """Refuse a JSON value that Python reads, but not the loader of `datasets`, or not as it was written."""
-    if isinstance(value, _Repeated):
-        raise FlagError(f"{where} has the key {value.key!r} twice; allowed: once")
+    if isinstance(value, dict) and _TWICE in value:
+        raise FlagError(f"{where} has the key {value[_TWICE]!r} twice; allowed: once")
     if isinstance(value, str):
         try:
             value.encode()
@@ -362,17 +341,11 @@ def model_length(config: Any) -> int | None:
 def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: bool = False) -> Any:
     """Refuse a model folder whose configuration, tokenizer or weights cannot be loaded.
 
-    Args:
-        flag: the flag that names the model.
-        name: a folder, or a name on the hub, which is not checked.
-        must_exist: whether to refuse a missing folder; otherwise it is not checked.
-        apply_chat_template: whether the tokenizer must have a chat template.
+    A name on the hub is not checked, and a missing folder is refused only if it `must_exist`. With
+    `apply_chat_template`, the tokenizer must have a chat template.
 
     Returns:
         The configuration, or None if nothing was checked.
-
-    Raises:
-        FlagError
     """
     folder, where = Path(name), f"{flag} {name}"
     if not folder.is_dir():
@@ -394,11 +367,7 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
 
 
 def check_target_modules(names: list[str], config: Any) -> None:
-    """Refuse names of `--ds.lora.target_modules` that a model lacks, which PEFT leaves out, or that it uses twice.
-
-    Raises:
-        FlagError
-    """
+    """Refuse names of `--ds.lora.target_modules` that a model lacks, which PEFT leaves out, or that it uses twice."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -429,9 +398,8 @@ def _check_architecture(where: str, config: Any) -> None:
 
     knows = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or hasattr(config, "vision_config")
     if not knows and not getattr(config, "auto_map", None):
-        raise FlagError(
-            f"{where}: its model_type {config.model_type!r} is not a language model that transformers knows"
-        )
+        kind = f"its model_type {config.model_type!r}"
+        raise FlagError(f"{where}: {kind} is not a language model that transformers knows")
 
 
 def _check_tokenizer(where: str, folder: Path, config: Any, apply_chat_template: bool) -> None:
@@ -442,68 +410,47 @@ def _check_tokenizer(where: str, folder: Path, config: Any, apply_chat_template:
         raise FlagError(f"{where}: has no tokenizer (tokenizer.json); allowed: a model's folder with one")
     tokenizer = _loaded_by(AutoTokenizer, where, folder, "tokenizer")
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
-        raise FlagError(
-            f"{where}: its tokenizer has neither an EOS nor a padding token; allowed: a tokenizer with an EOS token"
-        )
+        problem = "its tokenizer has neither an EOS nor a padding token"
+        raise FlagError(f"{where}: {problem}; allowed: a tokenizer with an EOS token")
     if tokenizer.eos_token is None:
         warn(f"{where}: its tokenizer has no EOS token, so every response grows to its maximum length")
     if apply_chat_template and tokenizer.chat_template is None:
-        raise FlagError(
-            f"--data.apply_chat_template: the tokenizer of {folder} has no chat template; give "
-            "--data.input_template instead"
-        )
+        problem = f"the tokenizer of {folder} has no chat template"
+        raise FlagError(f"--data.apply_chat_template: {problem}; give --data.input_template instead")
     size = getattr(config.get_text_config(), "vocab_size", None)
     for name in ("EOS", "padding"):
         token, number = (getattr(tokenizer, f"{name[:3].lower()}_token{part}") for part in ("", "_id"))
         if size is not None and number is not None and number >= size:
-            raise FlagError(
-                f"{where}: its {name} token {token!r} is number {number}; allowed: below the model's {size}"
-            )
+            problem = f"its {name} token {token!r} is number {number}"
+            raise FlagError(f"{where}: {problem}; allowed: below the model's {size}")
     if size is not None and len(tokenizer) > size:
         warn(f"{where}: its tokenizer has {len(tokenizer)} tokens, its model {size}")
 
 
 def _check_weights(where: str, folder: Path) -> None:
-    for single, reads in (("model.safetensors", True), ("pytorch_model.bin", False)):
-        index = folder / f"{single}.index.json"
-        if (folder / single).is_file():
-            files = [folder / single]
-        elif index.is_file():
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        files, index = [folder / single], folder / f"{single}.index.json"
+        if not files[0].is_file() and index.is_file():
             try:
                 files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, KeyError, AttributeError):
                 raise FlagError(f"{where}: {index.name} is damaged; copy it again") from None
-        else:
+        elif not files[0].is_file():
             continue
         for file in files:
             if not file.is_file():
                 raise FlagError(f"{where}: {file.name}, which {index.name} names, is missing")
-            if reads:
-                _check_safetensors(where, file)
+            try:
+                if single == "model.safetensors":
+                    safe_open(file, "pt")  # reads the header, and compares the size in it with the file's
+            except SafetensorError as error:
+                problem = f"{file.name} is not a whole safetensors file ({error})"
+                raise FlagError(f"{where}: {problem}; copy it again") from None
         return
     if (folder / "adapter_config.json").is_file():
-        raise FlagError(
-            f"{where}: is a LoRA adapter; allowed: a whole model, which python -m openrlhf.cli.lora_combiner makes of "
-            "the adapter and its start model"
-        )
+        allowed = "a whole model, which python -m openrlhf.cli.lora_combiner makes of the adapter and its start model"
+        raise FlagError(f"{where}: is a LoRA adapter; allowed: {allowed}")
     raise FlagError(f"{where}: has no weights (model.safetensors, or its index); allowed: a model's folder with them")
-
-
-def _check_safetensors(where: str, file: Path) -> None:
-    """Refuse a file whose size differs from the size in its header."""
-    size = file.stat().st_size
-    try:
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(length))
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        whole = 8 + length + max(ends)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FlagError(f"{where}: {file.name} is not a safetensors file ({error})") from None
-    if size != whole:
-        raise FlagError(f"{where}: {file.name} has {size} bytes, its header says {whole}; copy it again")
 
 
 # Rewards and agents.
@@ -526,11 +473,7 @@ class LoadedFile:
         )
 
     def finish(self) -> None:
-        """Wait until the file is loaded.
-
-        Raises:
-            FlagError: if the file cannot be loaded, or takes longer than `LOAD_LIMIT`.
-        """
+        """Wait until the file is loaded; refuse one that cannot be, or takes longer than `LOAD_LIMIT`."""
         flag, file, name = self.what
         where, allowed = f"{flag} {file}", f"allowed: a file that defines {name}"
         try:
@@ -555,13 +498,7 @@ class LoadedFile:
 
 
 def try_file(flag: str, file: str, name: str) -> None:
-    """Load a file that must define `name`: "reward_func" or "AgentExecutor".
-
-    An engine would wait forever for a file that cannot be loaded.
-
-    Raises:
-        FlagError: if the file cannot be loaded, does not define `name`, or takes longer than `LOAD_LIMIT`.
-    """
+    """Load a file that must define `name`, "reward_func" or "AgentExecutor"; an engine would wait for it forever."""
     loading = LoadedFile(flag, file, name)
     try:
         loading.finish()
@@ -577,7 +514,18 @@ def check_python_file(flag: str, file: str, allowed: str) -> None:
         raise FlagError(f"{flag} {file}: allowed: {allowed}")
 
 
-def is_url(text: str) -> bool:
+def is_reward_file(flag: str, reward: str) -> bool:
+    """Say whether rewards come from a Python file, and not from URLs; refuse anything else."""
+    allowed = "a reward-function file (.py), or HTTP URLs, comma-separated"
+    if reward.endswith(".py") and "," not in reward:
+        check_python_file(flag, reward, allowed)
+        return True
+    if not all(map(_is_url, reward.split(","))):
+        raise FlagError(f"{flag} {reward}: allowed: {allowed}")
+    return False
+
+
+def _is_url(text: str) -> bool:
     """Return whether a text is an HTTP address with a host."""
     try:
         parts = urlsplit(text)

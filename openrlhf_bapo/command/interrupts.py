@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -63,19 +62,8 @@ def leave_signals() -> None:
 def watch_engines(engines: list, failures: list[BaseException]) -> None:
     """End the run if an engine does not start. The run's actors would otherwise wait for the engine forever.
 
-    Args:
-        engines: the list that gets the engines' handles.
-        failures: the list that gets the engine's exception.
+    `engines` gets the engines' handles, and `failures` the exception of one that does not start.
     """
-
-    def watched(create_vllm_engines: Callable[..., list]) -> Callable[..., list]:
-        @functools.wraps(create_vllm_engines)
-        def create(*args: Any, **kwargs: Any) -> list:
-            engines.extend(create_vllm_engines(*args, **kwargs))
-            start_thread(wait)
-            return list(engines)
-
-        return create
 
     def wait() -> None:
         import ray
@@ -90,7 +78,15 @@ def watch_engines(engines: list, failures: list[BaseException]) -> None:
             os.kill(os.getpid(), _FAILED)
 
     def use(ray_parts: Any) -> None:
-        ray_parts.create_vllm_engines = watched(ray_parts.create_vllm_engines)
+        create_vllm_engines = ray_parts.create_vllm_engines
+
+        @functools.wraps(create_vllm_engines)
+        def create(*args: Any, **kwargs: Any) -> list:
+            engines.extend(create_vllm_engines(*args, **kwargs))
+            start_thread(wait)
+            return list(engines)
+
+        ray_parts.create_vllm_engines = create
 
     wrapt.register_post_import_hook(use, "openrlhf.trainer.ray")
 

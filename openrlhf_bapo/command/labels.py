@@ -18,15 +18,8 @@ def check_labels(file: Path, where: str, key: str) -> None:
     """Refuse a file with a label that OpenRLHF's loader changes, and warn of labels that are no text and no number.
 
     The loader infers one type for all labels of a file. An integer may become a rounded float, and a text a date. Of a
-    large JSON file, only the labels at its ends are checked.
-
-    Args:
-        file: a file that `check_rows` accepts.
-        where: the start of a message: the flag and the file.
-        key: `--data.label_key`.
-
-    Raises:
-        FlagError
+    large JSON file, only the labels at its ends are checked. `check_rows` has accepted the file, and messages begin
+    with `where`.
     """
     if file.suffix == ".parquet":
         import pyarrow.parquet

@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.core.clip_config import (
@@ -22,16 +23,29 @@ from openrlhf_bapo.core.staleness_weights import LEVELS
 
 _OF_EVERY_LOSS = ("bapo.dump_tokens", "bapo.max_skipped_updates")
 
-_BOUND_HELP = {
-    "ratio_lower_start": "lower clip bound at the start of the search, an importance ratio in (0, 1]",
-    "ratio_lower_max": "highest lower clip bound of the search, at most 1",
-    "ratio_lower_step": "step of the search for the lower clip bound",
-    "ratio_upper_start": "upper clip bound at the start of the search, an importance ratio of at least 1",
-    "ratio_upper_max": "highest upper clip bound of the search",
-    "ratio_upper_step": "step of the search for the upper clip bound",
-}
-
-_RULE_HELP = {
+_HELP = {
+    "policy_loss": "bapo: clip bounds recomputed for each update; {others}: the framework's; m2, divergence: the clip "
+    "bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip; FILE.py:CLASS, or MODULE:CLASS of "
+    "an installed package: a rule of your own (default: {default})",
+    "bapo.preset": "a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
+    f"published (default: {DEFAULT_PRESET})",
+    "bapo.positive_contribution_target": "rho_0 in (0, 1): the search stops when tokens of positive advantage have "
+    "this share of the objective; with the preset released, rho_0 is a ratio P / N",
+    "bapo.ratio_lower_start": "lower clip bound at the start of the search, an importance ratio in (0, 1]",
+    "bapo.ratio_lower_max": "highest lower clip bound of the search, at most 1",
+    "bapo.ratio_lower_step": "step of the search for the lower clip bound",
+    "bapo.ratio_upper_start": "upper clip bound at the start of the search, an importance ratio of at least 1",
+    "bapo.ratio_upper_max": "highest upper clip bound of the search",
+    "bapo.ratio_upper_step": "step of the search for the upper clip bound",
+    "bapo.contribution": "contribution of a token to the share: surrogate (the paper's section 4.2, Eq. 8), or "
+    "gradient (the part that the token's gradient carries)",
+    "bapo.scope": "search once per optimizer step over its tokens on all ranks, or once per micro-batch (the authors' "
+    "released recipe)",
+    "bapo.smoothing": "train each update with an average over past bounds, which needs no extra forward pass; the "
+    "value is its half-life in optimizer steps; 0: search in each update (the paper's section 4.2, Algorithm 1)",
+    "bapo.smoothing_of": "with --bapo.smoothing: average the bounds that the search finds, or the tallies that it "
+    "searches",
+    "bapo.smoothing_start": "with --bapo.smoothing: bounds of the first update (default: the middle of their ranges)",
     "m2.budget": "allowed mean of the squared log-ratio over the tokens that a clip would cut",
     "m2.half_life": "train each update with an average over past updates, which needs no extra forward pass; the value "
     "is its half-life in optimizer steps; 0: use the update's own tokens",
@@ -66,66 +80,25 @@ def add_loss_flags(
         The group of `--bapo.*`.
     """
     group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
+    names = (*others, "bapo", *RULES)
     group.add_argument(
         "--policy_loss",
-        choices=_Losses((*others, "bapo", *RULES)),
-        metavar="{" + ",".join((*others, "bapo", *RULES)) + ",FILE.py:CLASS}",
-        default=None,
-        help=f"bapo: clip bounds recomputed for each update; {', '.join(others)}: the framework's; m2, divergence: the "
-        f"clip bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip; FILE.py:CLASS, or "
-        f"MODULE:CLASS of an installed package: a rule of your own (default: {default})",
+        choices=_Losses(names),
+        metavar=f"{{{','.join(names)},FILE.py:CLASS}}",
+        help=_HELP["policy_loss"].format(others=", ".join(others), default=default),
     )
-    group.add_argument(
-        "--bapo.preset",
-        choices=tuple(PRESETS),
-        default=None,
-        help="a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
-        f"published (default: {DEFAULT_PRESET})",
-    )
-    group.add_argument(
-        "--bapo.positive_contribution_target",
-        type=float,
-        default=None,
-        help="rho_0 in (0, 1): the search stops when tokens of positive advantage have this share of the objective; "
-        "with the preset released, rho_0 is a ratio P / N",
-    )
-    for name, text in _BOUND_HELP.items():
-        group.add_argument(f"--bapo.{name}", type=float, default=None, help=text)
-    group.add_argument(
-        "--bapo.contribution",
-        choices=CONTRIBUTIONS,
-        default=None,
-        help="contribution of a token to the share: surrogate (the paper's section 4.2, Eq. 8), or gradient (the "
-        "part that the token's gradient carries)",
-    )
-    group.add_argument(
-        "--bapo.scope",
-        choices=SCOPES,
-        default=None,
-        help="search once per optimizer step over its tokens on all ranks, or once per micro-batch (the authors' "
-        "released recipe)",
-    )
-    group.add_argument(
-        "--bapo.smoothing",
-        type=float,
-        default=None,
-        help="train each update with an average over past bounds, which needs no extra forward pass; the value is its "
-        "half-life in optimizer steps; 0: search in each update (the paper's section 4.2, Algorithm 1)",
-    )
-    group.add_argument(
-        "--bapo.smoothing_of",
-        choices=AVERAGES,
-        default=None,
-        help="with --bapo.smoothing: average the bounds that the search finds, or the tallies that it searches",
-    )
-    group.add_argument(
-        "--bapo.smoothing_start",
-        type=float,
-        nargs=2,
-        metavar=("LOWER", "UPPER"),
-        default=None,
-        help="with --bapo.smoothing: bounds of the first update (default: the middle of their ranges)",
-    )
+    search: dict[str, dict[str, Any]] = {
+        "preset": {"choices": tuple(PRESETS)},
+        "positive_contribution_target": {"type": float},
+        **{name: {"type": float} for name in SEARCH_FIELDS if name.startswith("ratio_")},
+        "contribution": {"choices": CONTRIBUTIONS},
+        "scope": {"choices": SCOPES},
+        "smoothing": {"type": float},
+        "smoothing_of": {"choices": AVERAGES},
+        "smoothing_start": {"type": float, "nargs": 2, "metavar": ("LOWER", "UPPER")},
+    }
+    for name, settings in search.items():
+        group.add_argument(f"--bapo.{name}", help=_HELP[f"bapo.{name}"], **settings)
     _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/core/other_rules.py)"))
     _add_own_rule_flags(parser, argv)
     return group
@@ -145,7 +118,7 @@ def _add_own_rule_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
     group = parser.add_argument_group(f"settings of {name}")
     for setting, default in settings.items():
         kind = _truth if isinstance(default, bool) else type(default)
-        group.add_argument(f"--rule.{setting}", type=kind, default=None, help=f"default: {default}")
+        group.add_argument(f"--rule.{setting}", type=kind, help=f"default: {default}")
 
 
 def _truth(text: str) -> bool:
@@ -162,23 +135,17 @@ def _add_rule_flags(group: argparse._ArgumentGroup) -> None:
                 f"--{name}.{setting}",
                 type=type(default),
                 choices=LEVELS if setting == "level" else None,
-                default=None,
-                help=f"with --policy_loss {name}: {_RULE_HELP[f'{name}.{setting}']} (default: {default})",
+                help=f"with --policy_loss {name}: {_HELP[f'{name}.{setting}']} (default: {default})",
             )
 
 
 def resolve_loss_flags(values: dict, policy_loss: str) -> str:
-    """Check the flags of the loss, and fill in those that were not given, in place.
+    """Fill in the flags of the loss that were not given, in place, and refuse the first mistake.
 
-    Args:
-        values: flags by name, with dots. Those of the framework may be missing.
-        policy_loss: the loss of the run.
+    `values` are flags by name, with dots. Those of the framework may be missing.
 
     Returns:
         The loss, with the file of a rule of the user's own as an absolute path.
-
-    Raises:
-        FlagError: at the first mistake.
     """
     given = {
         name.removeprefix("bapo."): value
@@ -196,10 +163,8 @@ def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
     if policy_loss != "bapo" and given:
         name, value = next(iter(given.items()))
         if name == "discard_saved":
-            raise FlagError(
-                "--bapo.discard_saved: there is no average to discard; allowed with --bapo.smoothing, --m2.half_life "
-                "or --balanced.half_life above 0"
-            )
+            allowed = "--bapo.smoothing, --m2.half_life or --balanced.half_life above 0"
+            raise FlagError(f"--bapo.discard_saved: there is no average to discard; allowed with {allowed}")
         raise FlagError(f"--bapo.{name} {value}: allowed only with --policy_loss bapo, not {policy_loss}")
     if values.get("actor.policy_loss_type") == "gspo" and policy_loss != "gspo":
         raise FlagError(f"--policy_loss {policy_loss}: allowed only with --actor.policy_loss_type ppo, not gspo")
@@ -208,10 +173,7 @@ def _check_policy_loss(values: dict, policy_loss: str, given: dict) -> None:
 def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
     """Check the flags of the rules of other methods, and fill in those of the chosen rule.
 
-    Args:
-        values: all flags.
-        policy_loss: the loss of the run.
-        given: the given flags of `--bapo.*`; "discard_saved" is removed if the rule has an average to discard.
+    "discard_saved" is removed from `given`, the given flags of `--bapo.*`, if the rule has an average to discard.
     """
     own = [policy_loss] if is_own_rule(policy_loss) else []
     for name in (*RULES, *own):
@@ -221,19 +183,15 @@ def _resolve_rule(values: dict, policy_loss: str, given: dict) -> None:
         settings = {setting: value for setting, value in settings.items() if value is not None}
         if name != policy_loss:
             for setting, value in settings.items():
-                raise FlagError(
-                    f"--{name}.{setting} {value}: allowed only with --policy_loss {name}, not {policy_loss}"
-                )
+                allowed = f"allowed only with --policy_loss {name}, not {policy_loss}"
+                raise FlagError(f"--{name}.{setting} {value}: {allowed}")
             continue
         try:
             rule = make_rule(name, settings)
         except ValueError as error:
             raise FlagError(f"--policy_loss {error}" if own else f"--{name}.{error}") from None
-        if own:
-            reason = "a rule of one's own has its own bounds or weights"
-        else:
-            reason = "m2 and divergence have their own bounds, topr and balanced none"
-        _check_no_clip(values, name, reason)
+        reason = "m2 and divergence have their own bounds, topr and balanced none"
+        _check_no_clip(values, name, "a rule of one's own has its own bounds or weights" if own else reason)
         if rule.has_weights:
             _check_weights(values, name)
         if rule.follows_updates:
@@ -252,20 +210,14 @@ def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:
 def _check_weights(values: dict, policy_loss: str) -> None:
     """Refuse flags that cannot be combined with weights in place of a clip."""
     if (dual_clip := values.get("actor.dual_clip")) is not None:
-        raise FlagError(
-            f"--actor.dual_clip {dual_clip}: has no effect with --policy_loss {policy_loss}, which weighs no token by "
-            "more than 1; allowed with ppo, bapo, m2, divergence"
-        )
+        reason = f"has no effect with --policy_loss {policy_loss}, which weighs no token by more than 1"
+        raise FlagError(f"--actor.dual_clip {dual_clip}: {reason}; allowed with ppo, bapo, m2, divergence")
     if (level := values.get("algo.advantage.is_correction_level", "off")) != "off":
-        raise FlagError(
-            f"--algo.advantage.is_correction_level {level}: would weigh tokens a second time; allowed with "
-            f"--policy_loss {policy_loss}: off"
-        )
+        reason = f"would weigh tokens a second time; allowed with --policy_loss {policy_loss}: off"
+        raise FlagError(f"--algo.advantage.is_correction_level {level}: {reason}")
     if every := values.get("bapo.dump_tokens"):
-        raise FlagError(
-            f"--bapo.dump_tokens {every}: shows tokens and their clip bounds; allowed with --policy_loss ppo, bapo, m2 "
-            f"or divergence, not {policy_loss}, which has none"
-        )
+        allowed = f"--policy_loss ppo, bapo, m2 or divergence, not {policy_loss}, which has none"
+        raise FlagError(f"--bapo.dump_tokens {every}: shows tokens and their clip bounds; allowed with {allowed}")
 
 
 def _resolve_bapo(values: dict, given: dict) -> None:
@@ -295,14 +247,12 @@ def _check_smoothing(config: ClipConfig, half_life: float, given: dict) -> None:
     if not 0 <= half_life < math.inf:
         raise FlagError(f"--bapo.smoothing {half_life}: not a half-life in optimizer steps; allowed: 0 and above")
     if half_life == 0:
-        if given:
-            name, value = next(iter(given.items()))
+        for name, value in given.items():
             raise FlagError(f"--bapo.{name} {value}: allowed only with --bapo.smoothing above 0")
         return
     if config.scope != "update":
-        raise FlagError(
-            f"--bapo.smoothing {half_life}: follows updates; allowed with --bapo.scope update, not {config.scope}"
-        )
+        allowed = f"--bapo.scope update, not {config.scope}"
+        raise FlagError(f"--bapo.smoothing {half_life}: follows updates; allowed with {allowed}")
     try:
         replace(config, smoothing=smoothing_config(half_life, given))
     except ValueError as error:

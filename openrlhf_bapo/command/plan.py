@@ -86,11 +86,7 @@ class Plan:
 
 
 def read_shape(model: str) -> ModelShape:
-    """Read a model's shape from a folder's config.json, from `KNOWN_SHAPES`, or from the hub.
-
-    Raises:
-        ValueError: naming the model, if it is in none of these places or its architecture is not supported.
-    """
+    """Read a model's shape from a folder's config.json, from `KNOWN_SHAPES`, or from the hub; else ValueError."""
     try:
         if os.path.isdir(model):
             return _shape_of(Path(model) / "config.json")
@@ -113,13 +109,7 @@ def _shape_of(file: Path) -> ModelShape:
 
 
 def make_plan(args: Namespace, shape: ModelShape, machine: Machine) -> Plan:
-    """Plan a run.
-
-    Args:
-        args: from `arguments.parse`.
-        shape: the actor's model.
-        machine: the GPUs.
-    """
+    """Plan a run of the actor's model; `args` are from `arguments.parse`."""
     plan = Plan(problems=list(find_clashes(args, shape.num_attention_heads, shape.max_position_embeddings)))
     plan.facts["model"] = f"{args.actor.model_name_or_path}, {shape.num_parameters / 1e9:.2f} billion parameters"
     if adapter := _num_adapter(args, shape):
@@ -144,10 +134,10 @@ def _plan_rollout(plan: Plan, args: Namespace, shape: ModelShape, machine: Machi
         sequences = f"{cache.num_sequences * args.vllm.num_engines:,.0f} sequences of {engine.max_len:,} tokens"
         plan.facts["KV cache of all engines"] = sequences
     else:
+        left = f"{max(cache.budget, 0) / GIB:.1f} GiB are left for KV"
         plan.problems.append(
-            f"--vllm.gpu_memory_utilization {args.vllm.gpu_memory_utilization}: {max(cache.budget, 0) / GIB:.1f} GiB "
-            f"are left for KV, not enough for one sequence of --data.max_len {args.data.max_len}; raise it, or "
-            f"--vllm.tensor_parallel_size {args.vllm.tensor_parallel_size}"
+            f"--vllm.gpu_memory_utilization {args.vllm.gpu_memory_utilization}: {left}, not enough for one sequence of "
+            f"--data.max_len {engine.max_len}; raise it, or --vllm.tensor_parallel_size {engine.tensor_parallel_size}"
         )
 
 
@@ -304,15 +294,12 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     num_prompts, num_samples = args.rollout.batch_size, args.rollout.n_samples_per_prompt
     fresh, length = num_prompts * num_samples, args.data.max_len
     num_steps = _num_optimizer_steps(args)
-    facts = plan.facts
-    facts["rollout"] = (
-        f"{num_prompts} prompts x {num_samples} samples, at most {fresh * length / 1e6:,.1f} million tokens"
-    )
-    facts["optimizer steps per rollout"] = (
-        f"{num_steps}, each of {args.train.batch_size} samples, at most "
-        f"{args.train.batch_size * length / 1e6:,.1f} million tokens"
-    )
-    if left := fresh % args.train.batch_size:
+    facts, size = plan.facts, args.train.batch_size
+    tokens = f"at most {fresh * length / 1e6:,.1f} million tokens"
+    facts["rollout"] = f"{num_prompts} prompts x {num_samples} samples, {tokens}"
+    tokens = f"at most {size * length / 1e6:,.1f} million tokens"
+    facts["optimizer steps per rollout"] = f"{num_steps}, each of {size} samples, {tokens}"
+    if left := fresh % size:
         facts["samples left over"] = f"{left} of a rollout's {fresh} do not fill an optimizer step"
     queued = args.train.async_queue_size if args.train.async_enable else 0
     if args.train.async_enable:
@@ -324,17 +311,15 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
         staleness["replayed samples"] = args.replay.max_staleness
     facts["staleness in policy versions"] = ", ".join(f"{what} at most {n}" for what, n in staleness.items())
     if lag := args.offpolicy.lag:
-        facts["lag"] = (
-            f"{lag} rollouts wait ({lag * num_prompts:,} prompts); staleness is {lag} from training step {lag} on"
-        )
+        waiting = f"{lag} rollouts wait ({lag * num_prompts:,} prompts)"
+        facts["lag"] = f"{waiting}; staleness is {lag} from training step {lag} on"
     if args.train.partial_rollout_enable:
         facts["partial rollouts"] = "a response continues across weight updates; each token knows its policy version"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"
     dataset = args.data.prompt_dataset
     if dataset and os.path.isfile(dataset) and (rows := count_rows(Path(dataset))) is not None:
         rows = min(rows, args.data.max_samples)
-        steps = planned_steps(args, rows)
-        facts["training steps"] = f"{steps} from {rows:,} prompts"
+        facts["training steps"] = f"{planned_steps(args, rows)} from {rows:,} prompts"
 
 
 def _num_samples(args: Namespace) -> int:
@@ -353,11 +338,7 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
 
     With `--bapo.scope update`, m2 and balanced these are the steps of several micro-batches. Without replay, the first
     step needs no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With
-    `--bapo.smoothing` or a half-life no step needs one.
-
-    Args:
-        args: from `arguments.parse`.
-        length: mean tokens per sample, which decides how many samples a dynamic batch holds.
+    `--bapo.smoothing` or a half-life no step needs one. `length` is the mean number of tokens per sample.
     """
     rule = clip_rule_from_args(args)
     if rule is None or not rule.needs_tally_first or rule.config.scope != "update":
@@ -368,31 +349,26 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
     at_once = args.train.micro_batch_size
     if args.train.dynamic_batch_enable:
         at_once = max(1, args.train.max_tokens_per_gpu * gpus_per_sample // length)
-    if samples_per_rank <= at_once:
-        return 0
-    return _num_optimizer_steps(args) - (not args.replay.ratio)
+    return 0 if samples_per_rank <= at_once else _num_optimizer_steps(args) - (not args.replay.ratio)
 
 
 def _plan_token_budget(plan: Plan, args: Namespace, shape: ModelShape) -> None:
     budget, longest = args.partial.token_budget, args.rollout.max_new_tokens or args.data.max_len
     num_rollouts = math.ceil(longest / budget)
-    in_flight = math.ceil(args.partial.oversample * args.rollout.batch_size)
-    plan.facts["token budget"] = (
-        f"{budget:,} per rollout: a response of {longest:,} takes {num_rollouts} rollouts or more; at most {in_flight} "
-        f"prompts in flight for {args.rollout.batch_size}"
-    )
+    num_in_flight = math.ceil(args.partial.oversample * args.rollout.batch_size)
+    rollouts = f"a response of {longest:,} takes {num_rollouts} rollouts or more"
+    in_flight = f"at most {num_in_flight} prompts in flight for {args.rollout.batch_size}"
+    plan.facts["token budget"] = f"{budget:,} per rollout: {rollouts}; {in_flight}"
     if 0 < args.partial.max_segments < num_rollouts:
         what = {"drop": "dropped with their groups", "finish": "ended there, as truncated ones"}[args.partial.on_stale]
-        plan.facts["responses cut"] = (
-            f"after --partial.max_segments {args.partial.max_segments} x {budget:,} tokens they are {what}"
-        )
+        limit = f"--partial.max_segments {args.partial.max_segments} x {budget:,} tokens"
+        plan.facts["responses cut"] = f"after {limit} they are {what}"
     # The prefix of the longest response grows by the budget from rollout to rollout.
     prompt = max(args.data.max_len - longest, 0)
     again = sum(prompt + budget * past for past in range(1, num_rollouts))
     size = again * kv_bytes_per_token(shape, args.vllm.tensor_parallel_size) / GIB
-    plan.facts["prefilled again"] = (
-        f"{again:,} tokens of prompt and prefix for a response of {longest:,}, {size:,.2f} GiB of KV per GPU"
-    )
+    prefix = f"{again:,} tokens of prompt and prefix for a response of {longest:,}"
+    plan.facts["prefilled again"] = f"{prefix}, {size:,.2f} GiB of KV per GPU"
 
 
 def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
@@ -430,14 +406,13 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
         bytes_per_second=machine.gpu_bandwidth * 1e9,
     )
     plan.seconds = {"rollout": rollout, "training": training}
+    speed = f"{machine.utilization:.0%} of {machine.gpu_tflops:g} TFLOP/s per GPU"
     plan.facts[f"time with responses of {response:,} tokens"] = (
-        f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), training "
-        f"{training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {machine.utilization:.0%} of {machine.gpu_tflops:g} "
-        f"TFLOP/s per GPU)"
+        f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), "
+        f"training {training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {speed})"
     )
     if num_forwards:
         seconds, flops = training_time(0, ratio_tokens)
-        plan.facts["of which the ratio forward"] = (
-            f"{seconds / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP) for the clip bounds, before {num_forwards} of "
-            f"{_num_optimizer_steps(args)} optimizer steps"
-        )
+        steps = f"before {num_forwards} of {_num_optimizer_steps(args)} optimizer steps"
+        cost = f"{seconds / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP)"
+        plan.facts["of which the ratio forward"] = f"{cost} for the clip bounds, {steps}"

@@ -12,14 +12,10 @@ _REASONS = {
 
 
 def describe_training(args: dict) -> str:
-    """Describe the training of this Ray job, from what its processes have noted.
+    """Describe the training of this Ray job, from what its processes have noted; `args` are flat.
 
-    Args:
-        args: flat, names with dots.
-
-    Returns:
-        For example "3 of 4 planned training steps (dynamic filtering rejected 5 prompt groups
-        (--algo.dynamic_filtering_range 0 1))".
+    For example "3 of 4 planned training steps (dynamic filtering rejected 5 prompt groups
+    (--algo.dynamic_filtering_range 0 1))".
     """
     steps, groups = noted(STEPS), noted(GROUPS) or {}
     made = steps["before"] + steps["made"]

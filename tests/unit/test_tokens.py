@@ -373,7 +373,7 @@ def test_the_picture_shows_every_token_with_an_advantage_the_bounds_and_the_numb
     assert (tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
     signs = tokens.by_sign(columns)
     rows = tokens.measure(signs)
-    positive, negative, entropy, fates, *_, quadrants = figures[0].axes
+    positive, negative, entropy, fates, quadrants, *_ = figures[0].axes
     for axis, sign, bound, fixed in ((positive, "positive", "clip_high", 1.2), (negative, "negative", "clip_low", 0.8)):
         (density,) = [found for found in axis.collections if found.get_array() is not None]
         assert density.get_array().sum() == len(signs[sign]["ratio"])

@@ -153,7 +153,7 @@ COMMANDS = {
         ["--data.prompt_dataset: is missing"],
     ),
     "no reward": (dict(reward__remote_url=None), ["--reward.remote_url: is missing"]),
-    "no engines": (dict(vllm__num_engines=None), ["--vllm.num_engines None", "1 or more"]),
+    "no engines": (dict(vllm__num_engines=None), ["--vllm.num_engines: is missing", "1 or more"]),
     "images that would wait": (
         dict(rollout__vllm_generate_batch_size=32, train__async_enable=True, data__max_images_per_prompt=1),
         ["--rollout.vllm_generate_batch_size 32", "allowed only without --data.max_images_per_prompt"],
@@ -172,6 +172,10 @@ COMMANDS = {
     "a pool too small": (
         dict(replay__ratio=1, replay__capacity=15),
         ["--replay.capacity 15", "16 groups", "allowed: 16 or more"],
+    ),
+    "a batch of nothing with replay": (
+        dict(replay__ratio=1, train__batch_size=0),
+        ["--train.batch_size 0: allowed: 1 or more"],
     ),
     "replay that draws nothing": (dict(replay__ratio=0.01), ["--replay.ratio 0.01: draws 0 groups"]),
     "a time limit of a reward model": (
@@ -292,7 +296,7 @@ COMMANDS = {
     ),
     "a template beside a chat template": (
         dict(data__input_template="Q: {}", data__apply_chat_template=True),
-        ["--data.input_template: allowed only without --data.apply_chat_template"],
+        ["--data.input_template Q: {}: allowed only without --data.apply_chat_template"],
     ),
     "no chat template": (dict(data__apply_chat_template=True), ["--data.apply_chat_template", "has no chat template"]),
     "a package that is not installed": (
@@ -641,16 +645,16 @@ FILES = {
     "no weights": (model(without("model.safetensors")), ["model: has no weights"]),
     "weights that are cut off": (
         model(cut("model.safetensors", 100_000)),
-        ["model: model.safetensors has 100000 bytes, its header says 14"],
+        ["model: model.safetensors is not a whole safetensors file (", "not fully covered); copy it again"],
     ),
     "weights whose header is cut off": (
         model(cut("model.safetensors", 100)),
-        ["model.safetensors is not a safetensors"],
+        ["model.safetensors is not a whole safetensors file (", "invalid header length); copy it again"],
     ),
-    "empty weights": (model(cut("model.safetensors", 0)), ["model.safetensors is not a safetensors file"]),
+    "empty weights": (model(cut("model.safetensors", 0)), ["model.safetensors is not a whole safetensors file"]),
     "a pointer instead of weights": (
         model(text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 147744\n")),
-        ["model.safetensors is not a safetensors file"],
+        ["model.safetensors is not a whole safetensors file"],
     ),
     "an index without its files": (
         model(index_without_its_files),
