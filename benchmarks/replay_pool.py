@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
+from openrlhf_bapo.offpolicy.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
 
 MAX_GIB = 6
 BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in SAMPLE_DTYPES.values())

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what `__getattr__` finds
-    from openrlhf_bapo.core.clip_bounds import (  # noqa: F401
+    from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
+    from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
+    from openrlhf_bapo.rules.clip_bounds import (  # noqa: F401
         ClipBounds,
         ContributionTally,
         find_clip_bounds,
@@ -19,8 +21,8 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         tally_at_bounds,
         tally_contributions,
     )
-    from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig  # noqa: F401
-    from openrlhf_bapo.core.clip_rules import (  # noqa: F401
+    from openrlhf_bapo.rules.clip_config import ClipConfig, SmoothingConfig  # noqa: F401
+    from openrlhf_bapo.rules.clip_rules import (  # noqa: F401
         ClipRule,
         FixedBounds,
         SearchedBounds,
@@ -29,16 +31,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         importance_ratio,
         make_clip_rule,
     )
-    from openrlhf_bapo.core.other_rules import WeightRule  # noqa: F401
-    from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss  # noqa: F401
-    from openrlhf_bapo.openrlhf.registration import register  # noqa: F401
+    from openrlhf_bapo.rules.other_rules import WeightRule  # noqa: F401
 
 _NAMES = {
-    "core.clip_bounds": "ClipBounds ContributionTally find_clip_bounds measure_clip_bounds solve_clip_bounds "
+    "rules.clip_bounds": "ClipBounds ContributionTally find_clip_bounds measure_clip_bounds solve_clip_bounds "
     "tally_at_bounds tally_contributions",
-    "core.clip_config": "ClipConfig SmoothingConfig",
-    "core.clip_rules": "ClipRule FixedBounds SearchedBounds SteadyBounds Tokens importance_ratio make_clip_rule",
-    "core.other_rules": "WeightRule",
+    "rules.clip_config": "ClipConfig SmoothingConfig",
+    "rules.clip_rules": "ClipRule FixedBounds SearchedBounds SteadyBounds Tokens importance_ratio make_clip_rule",
+    "rules.other_rules": "WeightRule",
     "openrlhf.policy_loss": "BapoPolicyLoss",
     "openrlhf.registration": "register",
 }

@@ -33,12 +33,12 @@ from molt.utils.vlm_utils import merge_mm_train_inputs
 
 from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
-from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
-from openrlhf_bapo.core.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
-from openrlhf_bapo.core.saved_pool import SavedStateError
-from openrlhf_bapo.core.saved_rule import load_rule, save_rule
-from openrlhf_bapo.core.settings import clip_rule_from_args
-from openrlhf_bapo.core.update_windows import UpdateWindowLoader
+from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
+from openrlhf_bapo.rules.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
+from openrlhf_bapo.rules.settings import clip_rule_from_args
+from openrlhf_bapo.rules.update_windows import UpdateWindowLoader
 
 MEAN_OVER = {"token-mean": "update", "seq-mean-token-mean": "sequence"}
 """Molt's aggregations that a rule supports, and the tokens of their first mean (`share_weights`)."""

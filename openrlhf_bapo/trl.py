@@ -21,11 +21,11 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
-from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
-from openrlhf_bapo.core.other_rules import as_clip_rule
-from openrlhf_bapo.core.rule_loss import RuleUpdates
-from openrlhf_bapo.core.saved_rule import load_rule, save_rule
+from openrlhf_bapo.rules.clip_config import ClipConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, share_weights
+from openrlhf_bapo.rules.other_rules import as_clip_rule
+from openrlhf_bapo.rules.rule_loss import RuleUpdates
+from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
 
 SAVED_RULE = "clip_rule"
 """The folder of the rule's state in a checkpoint."""
@@ -128,12 +128,12 @@ def refuse(checks: Iterable[tuple[str, object, bool, str]]) -> None:
 class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
     """`trl.GRPOTrainer` between the bounds, or with the weights, of a clip rule; with one more argument.
 
-    For each optimizer step it logs `bounds_metrics` (core/bounds_metrics.py), the metrics of `EntropyRule`, and
+    For each optimizer step it logs `bounds_metrics` (rules/bounds_metrics.py), the metrics of `EntropyRule`, and
     `offpolicy_metrics` without staleness: TRL generates with the policy that training on the generation starts from.
     Checkpoints have the state of a rule that follows earlier steps.
 
     Args:
-        bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (core/other_rules.py). A rule that
+        bapo: a preset's name, BAPO's settings, a clip rule, or its name in `RULES` (rules/other_rules.py). A rule that
             needs the tally first takes one forward pass without gradient over the micro-batches of each optimizer step.
             It takes none if TRL keeps no log-probs of the behavior policy, because every ratio is then 1. With
             smoothing or a half-life, the rule follows earlier optimizer steps and needs no forward pass.

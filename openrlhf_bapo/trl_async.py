@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, share_weights
+from openrlhf_bapo.rules.clip_config import ClipConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, share_weights
 from openrlhf_bapo.trl import ClipRuleTrainer, refuse
 
 VERSION = "sample/model_version"

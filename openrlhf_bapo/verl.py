@@ -25,12 +25,12 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, ClipConfig, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
-from openrlhf_bapo.core.other_rules import RULES, default_settings, make_rule
-from openrlhf_bapo.core.own_rules import is_own_rule
-from openrlhf_bapo.core.rule_loss import RuleUpdates
-from openrlhf_bapo.core.saved_rule import load_rule, save_rule
+from openrlhf_bapo.rules.clip_config import DEFAULT_PRESET, ClipConfig, SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
+from openrlhf_bapo.rules.other_rules import RULES, default_settings, make_rule
+from openrlhf_bapo.rules.own_rules import is_own_rule
+from openrlhf_bapo.rules.rule_loss import RuleUpdates
+from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
 
 VENDOR = "bapo"
 """The vendor of our engine. For models and strategies without an engine of this vendor, verl uses its own engine."""
@@ -57,8 +57,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     """The tokens that a search uses: those of an "update" or of a "micro_batch"; None: the preset's scope."""
 
     rule: str | None = None
-    """A rule's name in `RULES` (core/other_rules.py), or FILE.py:CLASS, in place of BAPO's; the settings above are then
-    not allowed."""
+    """A rule's name in `RULES` (rules/other_rules.py), or FILE.py:CLASS, in place of BAPO's; the settings above are
+    then not allowed."""
 
     rule_settings: dict = field(default_factory=dict)
     """Settings of that rule, in place of its defaults."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plants small faults into the modules, one at a time, and names those that no test notices (tools/mutation.py).
-# Arguments: modules such as core/clip_bounds.py (default: all); --sample N: only N mutants of each, drawn with a fixed
+# Arguments: modules such as rules/clip_bounds.py (default: all); --sample N: only N mutants of each, drawn with a fixed
 # seed; --survivors-of FILE: only the survivors of an earlier run.
 # Takes an hour or two. Works in a copy of the tree. Appends a JSON line per mutant to RESULTS (runs/mutation.jsonl).
 set -euo pipefail

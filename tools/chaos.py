@@ -159,7 +159,7 @@ def check_checkpoint(checkpoints: Path, last: dict) -> tuple[list[str], list[str
     import torch
     from chaos_record.sitecustomize import digest
 
-    from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
+    from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig, ReplayPool
 
     tag, problems = f"global_step{last['step']}", []
     (file,) = (checkpoints / "_actor" / tag).glob("*model_states.pt")

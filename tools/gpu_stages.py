@@ -125,9 +125,9 @@ def check_versions(page: Page) -> None:
 def check_rules(page: Page) -> None:
     """Compare each rule's loss, gradient and bounds in float32 on the device with float64 on the CPU."""
     from openrlhf_bapo import BapoPolicyLoss
-    from openrlhf_bapo.core.clip_config import PRESETS
-    from openrlhf_bapo.core.clip_rules import FixedBounds
-    from openrlhf_bapo.core.other_rules import RULES, as_clip_rule
+    from openrlhf_bapo.rules.clip_config import PRESETS
+    from openrlhf_bapo.rules.clip_rules import FixedBounds
+    from openrlhf_bapo.rules.other_rules import RULES, as_clip_rule
 
     device = torch.device("cuda" if HAS_GPU else "cpu")
     for name in ("fixed [0.8, 1.2]", *PRESETS, *RULES):

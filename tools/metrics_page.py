@@ -1,4 +1,4 @@
-"""Writes the tables of docs/metrics.md from openrlhf_bapo/core/metric_guide.py.
+"""Writes the tables of docs/metrics.md from openrlhf_bapo/health/metric_guide.py.
 
 .venv/bin/python tools/metrics_page.py [--check]
 
@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from openrlhf_bapo.core.metric_guide import SECTIONS
+from openrlhf_bapo.health.metric_guide import SECTIONS
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD = "| metric | what it is | healthy | if it is not |\n|---|---|---|---|\n"

@@ -29,19 +29,19 @@ from parso.python.tree import Keyword
 
 # The modules, and the tests that must notice what goes wrong in them, quick ones first.
 TESTS = {
-    "core/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
-    "core/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py", "test_clip_rules.py", "test_other_rules.py"],
-    "core/entropy_rule.py": ["test_entropy_rule.py"],
-    "core/other_rules.py": ["test_other_rules.py", "test_clip_rules.py"],
-    "core/second_moment.py": ["test_other_rules.py"],
-    "core/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py", "test_other_rules.py"],
-    "core/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
-    "core/update_windows.py": ["test_off_policy_actor.py", "test_update_scope.py", "test_steady_updates.py"],
-    "core/settings.py": ["test_flags.py", "test_clip_rules.py"],
-    "core/saved_rule.py": ["test_saved_rule.py"],
-    "core/replay_pool.py": ["test_replay_pool.py"],
-    "core/saved_pool.py": ["test_saved_pool.py"],
-    "core/rule_loss.py": [
+    "rules/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
+    "rules/clip_bounds.py": ["test_clip_bounds.py", "test_metrics.py", "test_clip_rules.py", "test_other_rules.py"],
+    "rules/entropy_rule.py": ["test_entropy_rule.py"],
+    "rules/other_rules.py": ["test_other_rules.py", "test_clip_rules.py"],
+    "rules/second_moment.py": ["test_other_rules.py"],
+    "rules/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py", "test_other_rules.py"],
+    "offpolicy/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
+    "rules/update_windows.py": ["test_off_policy_actor.py", "test_update_scope.py", "test_steady_updates.py"],
+    "rules/settings.py": ["test_flags.py", "test_clip_rules.py"],
+    "rules/saved_rule.py": ["test_saved_rule.py"],
+    "offpolicy/replay_pool.py": ["test_replay_pool.py"],
+    "offpolicy/saved_pool.py": ["test_saved_pool.py"],
+    "rules/rule_loss.py": [
         "test_nonfinite.py::test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out",
         "test_policy_loss.py",
         "test_entropy_rule.py",

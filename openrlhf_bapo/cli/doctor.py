@@ -9,7 +9,7 @@ from pathlib import Path
 
 from openrlhf_bapo.cli.plot import read_newest, read_scalars
 from openrlhf_bapo.command.mistakes import exit_with_one_line
-from openrlhf_bapo.core.doctor import Finding, diagnose
+from openrlhf_bapo.health.doctor import Finding, diagnose
 
 
 def describe(finding: Finding) -> str:

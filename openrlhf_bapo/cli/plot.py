@@ -7,8 +7,8 @@ from pathlib import Path
 
 from openrlhf_bapo.command.input_files import warn
 from openrlhf_bapo.command.mistakes import exit_with_one_line
-from openrlhf_bapo.core.entropy_rule import QUADRANTS
-from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS
+from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
+from openrlhf_bapo.rules.entropy_rule import QUADRANTS
 
 
 def _quadrant(name: str) -> tuple[str, dict[str, str | None]]:

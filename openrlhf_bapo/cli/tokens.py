@@ -62,7 +62,7 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """Split the tokens by the sign of their advantage, and add their fate under the run's range and the fixed one.
 
     The column "fate" is an index into `FATES`, and "quadrant" into `QUADRANTS`. "entropy_change" is the token's part in
-    the change of entropy that the Entropy-Clip Rule predicts (core/entropy_rule.py), per unit of learning rate, at
+    the change of entropy that the Entropy-Clip Rule predicts (rules/entropy_rule.py), per unit of learning rate, at
     weight r. Dual clip counts in both ranges, since a run with a fixed range would use it too. Tokens with advantage 0,
     or without a finite ratio and entropy, are left out.
     """

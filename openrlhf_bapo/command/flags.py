@@ -9,11 +9,11 @@ from typing import Any
 
 from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
-from openrlhf_bapo.core.other_rules import rule_class
-from openrlhf_bapo.core.partial_rollouts import ON_STALE, PartialConfig
-from openrlhf_bapo.core.replay_pool import STRATEGIES, ReplayConfig
-from openrlhf_bapo.core.staleness_weights import LEVELS, WEIGHTS
+from openrlhf_bapo.offpolicy.partial_rollouts import ON_STALE, PartialConfig
+from openrlhf_bapo.offpolicy.replay_pool import STRATEGIES, ReplayConfig
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
+from openrlhf_bapo.rules.other_rules import rule_class
+from openrlhf_bapo.rules.staleness_weights import LEVELS, WEIGHTS
 
 _CORRECTION_CAP = 2.0
 """Highest weight of a token with `--offpolicy.weight capped`."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
-from openrlhf_bapo.core.clip_config import (
+from openrlhf_bapo.rules.clip_config import (
     AVERAGES,
     CONTRIBUTIONS,
     DEFAULT_PRESET,
@@ -16,10 +16,10 @@ from openrlhf_bapo.core.clip_config import (
     SEARCH_FIELDS,
     ClipConfig,
 )
-from openrlhf_bapo.core.other_rules import RULES, default_settings, make_rule
-from openrlhf_bapo.core.own_rules import absolute, is_own_rule
-from openrlhf_bapo.core.settings import smoothing_config
-from openrlhf_bapo.core.staleness_weights import LEVELS
+from openrlhf_bapo.rules.other_rules import RULES, default_settings, make_rule
+from openrlhf_bapo.rules.own_rules import absolute, is_own_rule
+from openrlhf_bapo.rules.settings import smoothing_config
+from openrlhf_bapo.rules.staleness_weights import LEVELS
 
 _OF_EVERY_LOSS = ("bapo.dump_tokens", "bapo.max_skipped_updates")
 
@@ -99,7 +99,7 @@ def add_loss_flags(
     }
     for name, settings in search.items():
         group.add_argument(f"--bapo.{name}", help=_HELP[f"bapo.{name}"], **settings)
-    _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/core/other_rules.py)"))
+    _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/rules/other_rules.py)"))
     _add_own_rule_flags(parser, argv)
     return group
 

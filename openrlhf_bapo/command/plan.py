@@ -13,7 +13,6 @@ from openrlhf_bapo.command.checks import gpu_groups
 from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.command.failures import nearest_folder
 from openrlhf_bapo.command.input_files import count_rows, model_length, warn
-from openrlhf_bapo.core.settings import clip_rule_from_args
 from openrlhf_bapo.openrlhf.run_counts import planned_steps
 from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases
@@ -29,6 +28,7 @@ from openrlhf_bapo.planning.engine_memory import (
 from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
 from openrlhf_bapo.planning.terms import Phase, Term, check_fit
 from openrlhf_bapo.planning.time import rollout_seconds, step_flops
+from openrlhf_bapo.rules.settings import clip_rule_from_args
 
 GIB = 2**30
 _SMALLER_SAMPLES = (

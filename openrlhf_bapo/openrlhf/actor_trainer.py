@@ -8,11 +8,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
-from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, importance_ratio
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
-from openrlhf_bapo.core.rule_loss import Timer, leave_out_nonfinite
-from openrlhf_bapo.core.settings import clip_rule_from_args
-from openrlhf_bapo.core.update_windows import UpdateWindowLoader
+from openrlhf_bapo.offpolicy.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
 from openrlhf_bapo.openrlhf.lora import merged_for_engines
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.openrlhf.registration import in_place_of
@@ -20,6 +16,10 @@ from openrlhf_bapo.openrlhf.replay_checkpoint import adapter_settings, load_clip
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, is_tapered
 from openrlhf_bapo.openrlhf.skipped_updates import skip_updates_that_are_not_finite, with_its_gradient
 from openrlhf_bapo.openrlhf.token_dump import TokenDump
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, importance_ratio
+from openrlhf_bapo.rules.rule_loss import Timer, leave_out_nonfinite
+from openrlhf_bapo.rules.settings import clip_rule_from_args
+from openrlhf_bapo.rules.update_windows import UpdateWindowLoader
 
 
 class BapoActorTrainer(ppo_actor.ActorPPOTrainer):

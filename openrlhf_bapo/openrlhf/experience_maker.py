@@ -16,8 +16,8 @@ from openrlhf.trainer.ppo_utils.experience import (
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size
 
-from openrlhf_bapo.core.partial_rollouts import PartialPool
-from openrlhf_bapo.core.replay_pool import Group, ReplayPool
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
+from openrlhf_bapo.offpolicy.replay_pool import Group, ReplayPool
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer, to_fields, to_tensors
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
 from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, is_tapered, replay_config_from_args

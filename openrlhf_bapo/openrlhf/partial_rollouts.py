@@ -17,7 +17,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import init_logger
 
-from openrlhf_bapo.core.partial_rollouts import Group, PartialPool, Response
+from openrlhf_bapo.offpolicy.partial_rollouts import Group, PartialPool, Response
 from openrlhf_bapo.openrlhf.reward_calls import RewardFault
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples, VersionedSamplesGenerator
 from openrlhf_bapo.openrlhf.settings import partial_config_from_args

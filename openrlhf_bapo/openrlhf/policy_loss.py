@@ -9,11 +9,11 @@ import torch.distributed as dist
 from openrlhf.models import PolicyLoss
 from openrlhf.models.utils import masked_mean
 
-from openrlhf_bapo.core.clip_config import ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
-from openrlhf_bapo.core.rule_loss import ClipRuleLoss
-from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
+from openrlhf_bapo.rules.clip_config import ClipConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
+from openrlhf_bapo.rules.rule_loss import ClipRuleLoss
+from openrlhf_bapo.rules.staleness_weights import LEVELS, tapered_weights
 
 
 def correction_weights(

@@ -8,7 +8,7 @@ A checkpoint CKPT_PATH/_actor/TAG comes with
     CKPT_PATH/_rule/TAG       the clip rule's average over updates, with `--bapo.smoothing`, `--m2.half_life` or
                               `--balanced.half_life`
 
-in the format of core/saved_pool.py.
+in the format of offpolicy/saved_pool.py.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
-from openrlhf_bapo.core.other_rules import default_settings
-from openrlhf_bapo.core.own_rules import is_own_rule
-from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayPool
-from openrlhf_bapo.core.saved_pool import SavedStateError, has_saved_state, read_directory, write_directory
-from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.offpolicy.partial_rollouts import DISCARD_FLAG, PartialPool
+from openrlhf_bapo.offpolicy.replay_pool import ReplayPool
+from openrlhf_bapo.offpolicy.saved_pool import SavedStateError, has_saved_state, read_directory, write_directory
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.settings import partial_config_from_args, replay_config_from_args
+from openrlhf_bapo.rules.clip_config import SEARCH_FIELDS
+from openrlhf_bapo.rules.other_rules import default_settings
+from openrlhf_bapo.rules.own_rules import is_own_rule
+from openrlhf_bapo.rules.settings import clip_rule_from_args
 
 KINDS = ("_replay", "_partial", "_buffer", "_rule")
 RULE_FORMAT_VERSION = 1

@@ -2,7 +2,7 @@
 
 With `--rollout.vllm_generate_batch_size` above `--rollout.batch_size`, a rollout has samples for more than one training
 step. OpenRLHF keeps the rest in memory only, and its checkpoint counts their prompts as used. Here the rest is part of
-the checkpoint, in the format of core/saved_pool.py, so that a resumed run trains on it.
+the checkpoint, in the format of offpolicy/saved_pool.py, so that a resumed run trains on it.
 """
 
 import os
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openrlhf_bapo.core.partial_rollouts import DISCARD_FLAG
-from openrlhf_bapo.core.saved_pool import from_columns, read_directory, to_columns, write_directory
+from openrlhf_bapo.offpolicy.partial_rollouts import DISCARD_FLAG
+from openrlhf_bapo.offpolicy.saved_pool import from_columns, read_directory, to_columns, write_directory
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience

@@ -15,7 +15,7 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils.logging_utils import init_logger
 
-from openrlhf_bapo.core.partial_rollouts import PartialPool
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
 from openrlhf_bapo.openrlhf.long_prompts import find_cut_prompts
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer

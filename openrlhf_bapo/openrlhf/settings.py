@@ -3,8 +3,8 @@
 from argparse import Namespace
 from dataclasses import fields
 
-from openrlhf_bapo.core.partial_rollouts import PartialConfig
-from openrlhf_bapo.core.replay_pool import ReplayConfig
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialConfig
+from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 
 TOKEN_WEIGHTS = ("none", "rollout_prob")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.core.clip_rules import importance_ratio
+from openrlhf_bapo.rules.clip_rules import importance_ratio
 
 MAX_TOKENS = 16_384
 """The maximum number of tokens in a file, which has about half a megabyte then."""

@@ -3,7 +3,7 @@
 from openrlhf_bapo.planning.terms import Term
 
 REPLAY_BYTES_PER_TOKEN = 17
-"""tokens 4, action_mask 1, behavior_log_probs 4, versions 4, advantages 4 (`SAMPLE_DTYPES` in core/replay_pool.py)."""
+"""tokens 4, action_mask 1, behavior_log_probs 4, versions 4, advantages 4 (`SAMPLE_DTYPES` in replay_pool.py)."""
 
 OPTIMIZER_BYTES_PER_PARAMETER = 12
 """AdamW's fp32 weights and two moments."""

@@ -15,7 +15,7 @@ r = pi_theta / pi_behavior, A the advantage; a weight w stands for the gradient 
 import torch
 
 from openrlhf_bapo import ClipRule, FixedBounds, Tokens
-from openrlhf_bapo.core.other_rules import TaperedWeights
+from openrlhf_bapo.rules.other_rules import TaperedWeights
 
 
 class Cispo(TaperedWeights):

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 from study import HERE, Columns, markdown, read_parquet
 
-from openrlhf_bapo.core.doctor import Finding, Scalars, diagnose
+from openrlhf_bapo.health.doctor import Finding, Scalars, diagnose
 
 METRICS = {
     "reward": "rollout/reward_mean",

@@ -17,8 +17,8 @@ from pathlib import Path
 from walk import CHECKPOINTS, Run, fixed_bounds, main
 
 from openrlhf_bapo.cli.plot import read_scalars
-from openrlhf_bapo.core.clip_config import PRESETS
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.rules.clip_config import PRESETS
+from openrlhf_bapo.rules.other_rules import RULES
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = {

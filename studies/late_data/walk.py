@@ -17,9 +17,9 @@ from torch.nn import Embedding, LayerNorm, Linear, ModuleDict, ModuleList
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from openrlhf_bapo import ClipConfig, ClipRule, FixedBounds, SmoothingConfig, Tokens, importance_ratio, make_clip_rule
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.other_rules import RULES, rule_class
-from openrlhf_bapo.core.staleness_weights import tapered_weights
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.other_rules import RULES, rule_class
+from openrlhf_bapo.rules.staleness_weights import tapered_weights
 
 MOVES = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])  # (rows, columns) moved by each response token
 END = 4

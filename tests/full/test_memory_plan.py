@@ -299,7 +299,7 @@ def test_a_token_takes_as_many_bytes_as_vllms_cache_gives_it():
 
 
 def test_a_full_replay_pool_takes_the_bytes_of_the_plan():
-    from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, Group, ReplayConfig, ReplayPool
+    from openrlhf_bapo.offpolicy.replay_pool import SAMPLE_DTYPES, Group, ReplayConfig, ReplayPool
 
     capacity, num_samples, num_tokens = 5, 4, 300
     pool = ReplayPool(ReplayConfig(capacity=capacity))

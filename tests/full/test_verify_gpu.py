@@ -17,8 +17,8 @@ sys.path.append(str(pipeline.REPOSITORY / "tools"))
 import gpu_stages
 import verify_gpu
 
-from openrlhf_bapo.core.clip_config import PRESETS
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.rules.clip_config import PRESETS
+from openrlhf_bapo.rules.other_rules import RULES
 
 SCRIPT = ["bash", str(pipeline.REPOSITORY / "scripts/verify_gpu.sh")]
 # paper, steady and replay take the same way through the script as ppo.

@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM
 
 import openrlhf_bapo.molt
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.clip_bounds import tally_contributions
-from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds, Tokens
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.other_rules import as_clip_rule
 from openrlhf_bapo.molt import BapoPolicyLoss, BapoPolicyModelActor
+from openrlhf_bapo.rules.clip_bounds import tally_contributions
+from openrlhf_bapo.rules.clip_config import SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.other_rules import as_clip_rule
 
 NUM_SAMPLES, NUM_ROLLOUTS, NUM_STEPS = 16, 2, 2  # steps per rollout
 PROMPT, RESPONSE = 6, 10

@@ -360,7 +360,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
 
     if precision == "fp32":  # which OpenRLHF does not offer
         utils.convert_to_torch_dtype = lambda _: torch.float32
-    if our_loss := sys.modules.get("openrlhf_bapo.core.rule_loss"):
+    if our_loss := sys.modules.get("openrlhf_bapo.rules.rule_loss"):
         our_loss.time = Namespace(perf_counter=itertools.count(0.0).__next__)
     if precision == "fp16":  # DeepSpeed refuses it on CPUs on which it is slow
         from deepspeed.accelerator import get_accelerator

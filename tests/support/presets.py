@@ -2,9 +2,9 @@
 
 import torch
 
-from openrlhf_bapo.core.clip_config import PRESETS
-from openrlhf_bapo.core.clip_rules import Tokens
-from openrlhf_bapo.core.other_rules import RULES, as_clip_rule
+from openrlhf_bapo.rules.clip_config import PRESETS
+from openrlhf_bapo.rules.clip_rules import Tokens
+from openrlhf_bapo.rules.other_rules import RULES, as_clip_rule
 
 NUM_UPDATES, NUM_MICRO_BATCHES = 3, 2
 NAMES = (*PRESETS, *RULES)

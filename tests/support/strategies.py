@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from openrlhf_bapo.core.clip_config import CONTRIBUTIONS, ORDERS, TARGET_KINDS, ClipConfig
+from openrlhf_bapo.rules.clip_config import CONTRIBUTIONS, ORDERS, TARGET_KINDS, ClipConfig
 
 
 @st.composite

@@ -45,12 +45,12 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.clip_bounds import tally_contributions
-from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds, Tokens
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.other_rules import RULES
-from openrlhf_bapo.core.saved_rule import save_rule
+from openrlhf_bapo.rules.clip_bounds import tally_contributions
+from openrlhf_bapo.rules.clip_config import SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.other_rules import RULES
+from openrlhf_bapo.rules.saved_rule import save_rule
 from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo
 
 NUM_SAMPLES, NUM_STEPS = 16, 3

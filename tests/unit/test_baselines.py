@@ -11,8 +11,8 @@ import pytest
 import reference
 import torch
 
-from openrlhf_bapo.core.other_rules import RULES, default_settings
 from openrlhf_bapo.openrlhf.trainer import lengths_by_sign
+from openrlhf_bapo.rules.other_rules import RULES, default_settings
 
 SCRIPTS = ("qwen32b", "qwen7b", "octothinker3b", "async_partial", "partial")
 

@@ -23,7 +23,7 @@ from openrlhf_bapo import (
     solve_clip_bounds,
     tally_contributions,
 )
-from openrlhf_bapo.core.clip_config import DEFAULT_PRESET, PRESETS, SmoothingConfig
+from openrlhf_bapo.rules.clip_config import DEFAULT_PRESET, PRESETS, SmoothingConfig
 
 
 def equal(a: ClipBounds, b: ClipBounds, rel: float = 0.0) -> bool:

@@ -15,10 +15,10 @@ from test_trl import arguments
 from trl import GRPOTrainer
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, SmoothingConfig
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import find_clip_bounds
-from openrlhf_bapo.core.clip_config import PRESETS
-from openrlhf_bapo.core.clip_rules import (
+from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
+from openrlhf_bapo.rules.clip_bounds import find_clip_bounds
+from openrlhf_bapo.rules.clip_config import PRESETS
+from openrlhf_bapo.rules.clip_rules import (
     ClipRule,
     FixedBounds,
     SearchedBounds,
@@ -28,7 +28,7 @@ from openrlhf_bapo.core.clip_rules import (
     importance_ratio,
     share_weights,
 )
-from openrlhf_bapo.core.other_rules import (
+from openrlhf_bapo.rules.other_rules import (
     BalancedWeights,
     DivergenceBounds,
     SecondMomentBounds,

@@ -11,8 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf_bapo.cli import doctor as command
 from openrlhf_bapo.cli import main
-from openrlhf_bapo.core import doctor
-from openrlhf_bapo.core.doctor import CHECKS, Finding, diagnose
+from openrlhf_bapo.health import doctor
+from openrlhf_bapo.health.doctor import CHECKS, Finding, diagnose
 
 sys.path.append(str(pipeline.REPOSITORY / "studies/late_data"))
 import study

@@ -15,9 +15,9 @@ from test_clip_rules import in_trl
 from test_trl import arguments
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, FixedBounds, Tokens, importance_ratio
-from openrlhf_bapo.core.entropy_rule import FATES, QUADRANTS, EntropyRule, entropy_changes, tally_entropy
-from openrlhf_bapo.core.other_rules import TaperedWeights
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, Tokens, importance_ratio
+from openrlhf_bapo.rules.entropy_rule import FATES, QUADRANTS, EntropyRule, entropy_changes, tally_entropy
+from openrlhf_bapo.rules.other_rules import TaperedWeights
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 GARBAGE = (math.nan, math.inf, -math.inf, -1.0, 1e300)

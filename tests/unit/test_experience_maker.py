@@ -13,7 +13,7 @@ import pipeline
 import pytest
 import torch
 
-from openrlhf_bapo.core.replay_pool import ReplayConfig
+from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 
 
 def recomputed(sequences: torch.Tensor, action_mask: torch.Tensor, **_) -> torch.Tensor:

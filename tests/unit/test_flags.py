@@ -12,12 +12,12 @@ import pytest
 from openrlhf_bapo import ClipConfig, SmoothingConfig
 from openrlhf_bapo.command import arguments
 from openrlhf_bapo.command.flags import add_flags, check_flags
-from openrlhf_bapo.core.clip_config import SEARCH_FIELDS
-from openrlhf_bapo.core.other_rules import RULES, default_settings
-from openrlhf_bapo.core.replay_pool import ReplayConfig
-from openrlhf_bapo.core.settings import clip_config_from_args, clip_rule_from_args
+from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, replay_config_from_args
 from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
+from openrlhf_bapo.rules.clip_config import SEARCH_FIELDS
+from openrlhf_bapo.rules.other_rules import RULES, default_settings
+from openrlhf_bapo.rules.settings import clip_config_from_args, clip_rule_from_args
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds, solve_clip_bounds, tally_contributions
-from openrlhf_bapo.core.clip_config import PRESETS
+from openrlhf_bapo.rules.clip_config import PRESETS
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA GPU: torch.cuda.is_available() is false"

@@ -6,14 +6,14 @@ import pipeline
 import torch
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_rules import FixedBounds, Tokens, UpdateBounds
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
-from openrlhf_bapo.core.other_rules import BalancedWeights
-from openrlhf_bapo.core.partial_rollouts import PartialConfig, PartialPool
-from openrlhf_bapo.core.replay_pool import ReplayConfig, ReplayPool
+from openrlhf_bapo.offpolicy.offpolicy_metrics import offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialConfig, PartialPool
+from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig, ReplayPool
 from openrlhf_bapo.openrlhf.reward_calls import KINDS
+from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
+from openrlhf_bapo.rules.clip_rules import FixedBounds, Tokens, UpdateBounds
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.other_rules import BalancedWeights
 
 GROUPS = "bapo|entropy|offpolicy|partial|replay|reward_fault|rollout|timing"
 NAME = rf"(?:{GROUPS})/[a-z_]+"

@@ -185,7 +185,7 @@ def test_a_training_step_without_any_finite_token_ends_the_run(directory):
 
 @given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.float64]), st.sampled_from([torch.long, torch.bool]))
 def test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out(seed, dtype, mask_dtype):
-    from openrlhf_bapo.core.rule_loss import leave_out_nonfinite
+    from openrlhf_bapo.rules.rule_loss import leave_out_nonfinite
 
     generator = torch.Generator().manual_seed(seed)
     first, second = torch.randn(2, 3, 5, generator=generator, dtype=dtype)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import advantages, ratios, weights
 
-from openrlhf_bapo.core.offpolicy_metrics import STALENESS_BUCKETS, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS, offpolicy_metrics, tally_offpolicy
 
 SPANS = {"0": (0, 0), "1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8+": (8, math.inf)}
 GARBAGE = (math.nan, math.inf, -math.inf, -1.0, 1e300)

@@ -9,7 +9,7 @@ from test_off_policy_actor import LENGTHS, LOG_RATIOS, STALENESS, one_update, sh
 from test_other_rules import exact_threshold, harmful_log_ratios
 from test_update_scope import NUM_UPDATES, SAMPLES, flags, same_updates
 
-from openrlhf_bapo.core.other_rules import RULES
+from openrlhf_bapo.rules.other_rules import RULES
 
 
 @pytest.fixture(scope="module")

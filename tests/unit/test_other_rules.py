@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from strategies import as_tensors
 
 from openrlhf_bapo import ClipConfig
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally, measure_clip_bounds, tally_at_bounds
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds
-from openrlhf_bapo.core.other_rules import (
+from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
+from openrlhf_bapo.rules.clip_bounds import ContributionTally, measure_clip_bounds, tally_at_bounds
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, UpdateBounds
+from openrlhf_bapo.rules.other_rules import (
     LEVELS,
     BalancedWeights,
     DivergenceBounds,
     SecondMomentBounds,
     TaperedWeights,
 )
-from openrlhf_bapo.core.second_moment import solve_second_moment, tally_second_moment
+from openrlhf_bapo.rules.second_moment import solve_second_moment, tally_second_moment
 
 GRADIENT = ClipConfig(contribution="gradient")
 

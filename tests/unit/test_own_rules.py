@@ -13,8 +13,8 @@ import torch
 
 from openrlhf_bapo import BapoPolicyLoss, Tokens
 from openrlhf_bapo.command.flags import add_flags
-from openrlhf_bapo.core.other_rules import as_clip_rule, make_rule
-from openrlhf_bapo.core.settings import clip_rule_from_args
+from openrlhf_bapo.rules.other_rules import as_clip_rule, make_rule
+from openrlhf_bapo.rules.settings import clip_rule_from_args
 
 SAPO = f"{pipeline.REPOSITORY}/examples/my_rule.py:Sapo"
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.torch import load_file
 
-from openrlhf_bapo.core.partial_rollouts import ON_STALE, REASONS, PartialConfig, PartialPool
-from openrlhf_bapo.core.saved_pool import SavedStateError
+from openrlhf_bapo.offpolicy.partial_rollouts import ON_STALE, REASONS, PartialConfig, PartialPool
+from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
 

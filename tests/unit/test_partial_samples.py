@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo.core.partial_rollouts import PartialPool
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
 
 NUM_SAMPLES = 3
 

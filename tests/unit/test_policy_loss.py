@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo import BapoPolicyLoss, ClipBounds, ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.other_rules import TaperedWeights
+from openrlhf_bapo.rules.other_rules import TaperedWeights
 
 ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 

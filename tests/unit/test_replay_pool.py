@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.torch import load_file
 
-from openrlhf_bapo.core.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
-from openrlhf_bapo.core.saved_pool import SavedStateError
+from openrlhf_bapo.offpolicy.replay_pool import SAMPLE_DTYPES, STRATEGIES, Group, ReplayConfig, ReplayPool
+from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}
 

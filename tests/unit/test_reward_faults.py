@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, rollouts, without_ray  # noqa: F401
 
-from openrlhf_bapo.core.partial_rollouts import PartialPool
+from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
 
 REWARD = """
 import math, torch

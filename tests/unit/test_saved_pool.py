@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from openrlhf_bapo.core import saved_pool
-from openrlhf_bapo.core.saved_pool import SavedStateError, from_columns, read_directory, to_columns, write_directory
+from openrlhf_bapo.offpolicy import saved_pool
+from openrlhf_bapo.offpolicy.saved_pool import (
+    SavedStateError,
+    from_columns,
+    read_directory,
+    to_columns,
+    write_directory,
+)
 
 FORMAT_VERSION = 2
 FINGERPRINT = {"model": "tiny", "tokenizer": "bytes"}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig, Tokens
-from openrlhf_bapo.core.clip_rules import SearchedBounds, SteadyBounds
-from openrlhf_bapo.core.other_rules import BalancedWeights, SecondMomentBounds
-from openrlhf_bapo.core.saved_pool import SavedStateError
-from openrlhf_bapo.core.saved_rule import load_rule, save_rule
+from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
+from openrlhf_bapo.rules.clip_rules import SearchedBounds, SteadyBounds
+from openrlhf_bapo.rules.other_rules import BalancedWeights, SecondMomentBounds
+from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
 
 CONFIG = ClipConfig(contribution="gradient")
 RULES = {

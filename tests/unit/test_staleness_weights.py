@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig, FixedBounds, find_clip_bounds
-from openrlhf_bapo.core.clip_rules import make_clip_rule
-from openrlhf_bapo.core.other_rules import RULES
-from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
+from openrlhf_bapo.rules.clip_rules import make_clip_rule
+from openrlhf_bapo.rules.other_rules import RULES
+from openrlhf_bapo.rules.staleness_weights import LEVELS, tapered_weights
 
 RULES_WITH_A_CLIP = {
     "ppo": lambda: FixedBounds(0.8, 1.2),

@@ -16,11 +16,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo import trl as adapter
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
-from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import SteadyBounds, UpdateBounds
-from openrlhf_bapo.core.other_rules import BalancedWeights
+from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
+from openrlhf_bapo.rules.clip_bounds import measure_clip_bounds, tally_at_bounds, tally_contributions
+from openrlhf_bapo.rules.clip_config import SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import SteadyBounds, UpdateBounds
+from openrlhf_bapo.rules.other_rules import BalancedWeights
 from openrlhf_bapo.trl import BapoGRPOTrainer
 
 # TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.

@@ -22,10 +22,10 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TreeRow
 
 from openrlhf_bapo import ClipConfig, find_clip_bounds
-from openrlhf_bapo.core.clip_bounds import tally_contributions
-from openrlhf_bapo.core.clip_config import SmoothingConfig
-from openrlhf_bapo.core.clip_rules import FixedBounds, SteadyBounds
-from openrlhf_bapo.core.other_rules import BalancedWeights, DivergenceBounds, TaperedWeights
+from openrlhf_bapo.rules.clip_bounds import tally_contributions
+from openrlhf_bapo.rules.clip_config import SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds
+from openrlhf_bapo.rules.other_rules import BalancedWeights, DivergenceBounds, TaperedWeights
 from openrlhf_bapo.trl_async import BapoAsyncGRPOTrainer
 
 # TRL's import sets it, and the engines of other tests would inherit it and keep their configuration to themselves.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_bapo import BapoPolicyLoss, ClipConfig
-from openrlhf_bapo.core.clip_config import SmoothingConfig
+from openrlhf_bapo.rules.clip_config import SmoothingConfig
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openrlhf_bapo.core.metric_guide import SECTIONS
+from openrlhf_bapo.health.metric_guide import SECTIONS
 
 Scalars = Mapping[str, tuple[list[int], list[float]]]
 """Steps and values by the metric's name without "train/"."""

@@ -21,7 +21,7 @@ Example with a budget of 100 tokens and max_staleness 1: a response of 250 token
 after the rollout of version 3, 200 after that of version 4, and would be complete at version 5. `on_stale="finish"`
 finishes it at version 4 as truncated, with its 200 tokens. "drop" drops its group at version 5.
 
-core/saved_pool.py describes the files of a saved pool.
+offpolicy/saved_pool.py describes the files of a saved pool.
 """
 
 import math
@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.core.replay_pool import NO_VERSION
-from openrlhf_bapo.core.saved_pool import from_columns, read_directory, to_columns, write_directory
+from openrlhf_bapo.offpolicy.replay_pool import NO_VERSION
+from openrlhf_bapo.offpolicy.saved_pool import from_columns, read_directory, to_columns, write_directory
 
 ON_STALE = ("drop", "finish")
 FORMAT_VERSION = 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import (
+from openrlhf_bapo.rules.clip_bounds import (
     ClipBounds,
     ContributionTally,
     measure_clip_bounds,
@@ -26,7 +26,7 @@ from openrlhf_bapo.core.clip_bounds import (
     tally_at_bounds,
     tally_contributions,
 )
-from openrlhf_bapo.core.clip_config import ClipConfig, SmoothingConfig
+from openrlhf_bapo.rules.clip_config import ClipConfig, SmoothingConfig
 
 MOST_RATIO = math.exp(21.0)
 """Above every importance ratio."""
@@ -158,7 +158,7 @@ class ClipRule(ABC):
 
         Every rank must call it for the same updates. At least one micro-batch has been tallied. If a token has a value
         that is not finite, or a weight below 0, the update's shares are NaN, and a rule that follows updates stays as
-        it was. `leave_out_nonfinite` (core/rule_loss.py) masks such tokens.
+        it was. `leave_out_nonfinite` (rules/rule_loss.py) masks such tokens.
 
         Args:
             all_reduce: adds a tally over all ranks; None: this process alone.

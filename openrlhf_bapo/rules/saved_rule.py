@@ -5,8 +5,8 @@ import os
 import sys
 from dataclasses import replace
 
-from openrlhf_bapo.core.clip_rules import ClipRule
-from openrlhf_bapo.core.saved_pool import has_saved_state, read_directory, write_directory
+from openrlhf_bapo.offpolicy.saved_pool import has_saved_state, read_directory, write_directory
+from openrlhf_bapo.rules.clip_rules import ClipRule
 
 _FORMAT_VERSION = 1
 

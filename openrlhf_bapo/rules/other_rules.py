@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
-from openrlhf_bapo.core.clip_config import PRESETS, ClipConfig
-from openrlhf_bapo.core.clip_rules import MOST_RATIO, ClipRule, Tokens, UpdateBounds, make_clip_rule
-from openrlhf_bapo.core.own_rules import is_own_rule, load_own_rule, make_own_rule, own_settings
-from openrlhf_bapo.core.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
-from openrlhf_bapo.core.staleness_weights import LEVELS, tapered_weights
+from openrlhf_bapo.rules.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
+from openrlhf_bapo.rules.clip_config import PRESETS, ClipConfig
+from openrlhf_bapo.rules.clip_rules import MOST_RATIO, ClipRule, Tokens, UpdateBounds, make_clip_rule
+from openrlhf_bapo.rules.own_rules import is_own_rule, load_own_rule, make_own_rule, own_settings
+from openrlhf_bapo.rules.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
+from openrlhf_bapo.rules.staleness_weights import LEVELS, tapered_weights
 
 
 class _OtherRule(ClipRule):
@@ -71,7 +71,7 @@ class _AveragedRule(_OtherRule):
 class SecondMomentBounds(_AveragedRule):
     """Bounds that keep the mean of (log r)^2 over harmful tokens within a budget (M2PO, arXiv 2510.01161).
 
-    core/second_moment.py has the formula. M2PO's authors find t for each micro-batch. One t per update, and the
+    rules/second_moment.py has the formula. M2PO's authors find t for each micro-batch. One t per update, and the
     average, are ours.
 
     Args:

@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import ClipBounds
-from openrlhf_bapo.core.clip_rules import UpdateBounds
+from openrlhf_bapo.rules.clip_bounds import ClipBounds
+from openrlhf_bapo.rules.clip_rules import UpdateBounds
 
 _NAMES = {"lower": "clip_low", "upper": "clip_high", "reached": "target_reached"}
 _OF_A_SEARCH = ("initial_share", "reached")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from openrlhf_bapo.core.bounds_metrics import bounds_metrics
-from openrlhf_bapo.core.clip_bounds import ContributionTally
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens, UpdateBounds
-from openrlhf_bapo.core.entropy_rule import EntropyRule
-from openrlhf_bapo.core.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.offpolicy.offpolicy_metrics import OffPolicyTally, offpolicy_metrics, tally_offpolicy
+from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
+from openrlhf_bapo.rules.clip_bounds import ContributionTally
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, UpdateBounds
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
 
 
 class RuleUpdates:
@@ -44,7 +44,7 @@ class RuleUpdates:
     ) -> None:
         """Tally a micro-batch that the loss is about to train on, by the rule's bounds, for `offpolicy_metrics`.
 
-        `staleness` and `optimizer_steps` are those of `tally_offpolicy` (core/offpolicy_metrics.py).
+        `staleness` and `optimizer_steps` are those of `tally_offpolicy` (offpolicy/offpolicy_metrics.py).
         """
         values = tokens.ratio, tokens.advantages, tokens.weight, staleness, optimizer_steps
         part = tally_offpolicy(*values, *self.rule.bounds(tokens))

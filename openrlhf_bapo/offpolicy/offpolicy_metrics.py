@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from openrlhf_bapo.core.clip_bounds import _LANES
+_LANES = 256  # of buckets, as in rules/clip_bounds.py
 
 # Label and lower edge (versions) of each staleness bucket, ascending. The last bucket has no upper edge.
 STALENESS_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8+": 8}

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import ClipBounds, ContributionTally, Path, solve_on_path, tally_by_grid
-from openrlhf_bapo.core.clip_config import ClipConfig
+from openrlhf_bapo.rules.clip_bounds import ClipBounds, ContributionTally, Path, solve_on_path, tally_by_grid
+from openrlhf_bapo.rules.clip_config import ClipConfig
 
 MAX_LOG_RATIO = 20.0  # of `importance_ratio`
 

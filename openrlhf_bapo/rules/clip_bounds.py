@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from openrlhf_bapo.core.clip_config import CONTRIBUTIONS, ClipConfig
+from openrlhf_bapo.rules.clip_config import CONTRIBUTIONS, ClipConfig
 
 # Tokens are added up in independent lanes of buckets, and the lanes are summed afterwards. Nearly all ratios fall into
 # one bucket per side, and atomic additions to one address would queue up on a GPU.

@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import torch
 
-from openrlhf_bapo.core.clip_bounds import _LANES
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens
+from openrlhf_bapo.rules.clip_bounds import _LANES
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens
 
 QUADRANTS = ("positive_high", "positive_low", "negative_high", "negative_low")
 """Sign of the advantage, and log pi above or below h."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.core.clip_rules import ClipRule, Tokens
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens
 
 _TYPES = (bool, int, float, str)
 

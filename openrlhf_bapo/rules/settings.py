@@ -2,10 +2,10 @@
 
 from argparse import Namespace
 
-from openrlhf_bapo.core.clip_config import SEARCH_FIELDS, ClipConfig, SmoothingConfig
-from openrlhf_bapo.core.clip_rules import ClipRule, make_clip_rule
-from openrlhf_bapo.core.other_rules import RULES, make_rule
-from openrlhf_bapo.core.own_rules import is_own_rule
+from openrlhf_bapo.rules.clip_config import SEARCH_FIELDS, ClipConfig, SmoothingConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, make_clip_rule
+from openrlhf_bapo.rules.other_rules import RULES, make_rule
+from openrlhf_bapo.rules.own_rules import is_own_rule
 
 
 def clip_rule_from_args(args: Namespace) -> ClipRule | None:

@@ -1,1 +1,0 @@
-"""The method: torch, numpy, safetensors and the standard library only; knows no framework."""
