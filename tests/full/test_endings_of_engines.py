@@ -1,4 +1,4 @@
-"""The last lines of runs whose engines end or do not start, and of runs that are ended at their start or at once."""
+"""The last lines of runs whose engines end or do not start, and of runs that a signal ends."""
 
 import os
 import re
@@ -119,3 +119,21 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
     assert code == 143
     assert re.search("the run has ended: SIGTERM, SIGTERM, at once", lines[-3])
     assert "nothing is saved" in lines[-2]
+
+
+def test_sigterm_and_ctrl_c_finish_the_step_save_it_and_a_resumed_run_goes_on_from_there(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    with endings.Run(directory, train__async_enable=True, train__async_queue_size=2) as run:  # and resumed without
+        run.wait_for("step    2")
+        os.kill(run.process.pid, signal.SIGTERM)  # the script alone, as Kubernetes does
+        code, lines = run.end()
+    first = endings.step_said(lines)
+    assert code == 143 and endings.last_step(lines) <= first
+    endings.assert_says(lines, directory, f"SIGTERM, after step {first}", step=str(first))
+    with endings.Run(directory, ckpt__load_enable=True) as run:
+        run.wait_for(f"step {first + 1:4}")
+        os.killpg(run.process.pid, signal.SIGINT)  # the terminal's whole group, as Ctrl-C does
+        code, lines = run.end()
+    second = endings.step_said(lines)
+    assert code == 130 and endings.last_step(lines) <= second > first and f"step {first:4}" not in "\n".join(lines)
+    endings.assert_says(lines, directory, f"SIGINT, after step {second}", step=str(second))
