@@ -171,7 +171,7 @@ def test_openrlhfs_own_refusals_are_one_line(tiny, capsys):
     [
         (["--plan.model", "tests"], {}, "--plan.model tests: .* allowed: a folder with a config.json"),
         (["--plan.gpu_memory", "0"], {}, "--plan.gpu_memory 0.0: allowed: above 0"),
-        ([], {"vllm__num_engines": None}, "--vllm.num_engines None: allowed: 1 or more"),
+        ([], {"vllm__num_engines": None}, "--vllm.num_engines: is missing; allowed: 1 or more"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(tiny, capsys, given, changed, message):
