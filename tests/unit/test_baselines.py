@@ -29,7 +29,9 @@ def script(name: str, **environment) -> subprocess.CompletedProcess:
 
 def arguments(name: str, **environment):
     """Return the arguments that a recipe would train with."""
-    return pipeline.parse(shlex.split(script(name, DRY_RUN="command", **environment).stdout)[2:])
+    args = pipeline.parse(shlex.split(script(name, DRY_RUN="command", **environment).stdout)[2:])
+    args.logger.wandb.run_name = None  # has the minute in which it was parsed
+    return args
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
