@@ -237,7 +237,7 @@ def read_number(values: Any, what: str, finite: bool = True) -> float:
     if not isinstance(values, list | tuple):
         values = [values]
     if len(values) != 1:
-        raise RewardFault("wrong_length", f"{what} has {len(values)} values for 1 responses")
+        raise RewardFault("wrong_length", f"{what} has {len(values)} values for one response")
     value = values[0].item() if hasattr(values[0], "item") else values[0]
     if value is None:
         raise RewardFault("none", f"{what} is None")
