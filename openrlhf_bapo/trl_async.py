@@ -59,6 +59,7 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         whole = "so that the engine samples from the distribution that the trainer computes log-probs of"
         refuse(
             (
+                ("temperature", given.temperature, 0.01 <= given.temperature <= 2, f"from 0.01 to 2, {whole}"),
                 ("top_p", given.top_p, given.top_p == 1, f"1.0, {whole}"),
                 ("top_k", given.top_k, given.top_k in (0, -1), f"0, {whole}"),
                 ("min_p", given.min_p, not given.min_p, f"None, {whole}"),

@@ -64,8 +64,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     for name in ("n", "max_problems", "max_new_tokens", "num_engines", "tensor_parallel_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise FlagError(f"--{name} {value}: allowed: 1 or more")
-    if not 0 <= args.temperature < float("inf"):
-        raise FlagError(f"--temperature {args.temperature}: allowed: 0 or more")
+    if not (args.temperature == 0 or 0.01 <= args.temperature <= 2):  # as vLLM, which takes 0.01 for what is between
+        raise FlagError(f"--temperature {args.temperature}: allowed: 0, or from 0.01 to 2")
     for name in ("top_p", "gpu_memory_utilization"):
         if not 0 < getattr(args, name) <= 1:
             raise FlagError(f"--{name} {getattr(args, name)}: allowed: above 0, up to 1")

@@ -61,13 +61,16 @@ _NUMBERS = (
         lambda v: 0 <= v < math.inf,
         "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.adam.weight_decay critic.adam.weight_decay "
         "actor.max_norm critic.max_norm actor.eps_clip actor.eps_clip_low_high actor.aux_loss_coef algo.kl.init_coef "
-        "eval.temperature reward.overlong_buffer_len reward.overlong_penalty_factor",
+        "reward.overlong_buffer_len reward.overlong_penalty_factor",
     ),
     (
         "above 0, and finite",
         lambda v: 0 < v < math.inf,
-        "rollout.temperature actor.adam.eps critic.adam.eps critic.value_clip algo.kl.target",
+        "actor.adam.eps critic.adam.eps critic.value_clip algo.kl.target",
     ),
+    # vLLM takes 0.01 in place of what is between, while the actor divides its logits by what was given.
+    ("from 0.01 to 2", lambda v: 0.01 <= v <= 2, "rollout.temperature"),
+    ("0, or from 0.01 to 2", lambda v: v == 0 or 0.01 <= v <= 2, "eval.temperature"),
     ("above 0", lambda v: v > 0, "ckpt.max_mem"),
     ("above 1", lambda v: 1 < v < math.inf, "actor.dual_clip"),
     ("above 0, up to 1", lambda v: 0 < v <= 1, "rollout.top_p vllm.gpu_memory_utilization"),

@@ -151,7 +151,8 @@ def use_versioned_engine(vllm_engine: Any) -> None:
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
     actor.generate_responses = generate_responses
-    for method in (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health):
+    ours = (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health)
+    for method in (*ours, reset_prefix_cache):
         setattr(actor, method.__name__, method)
     # Ray listed the methods when the class was defined, so the list is made again.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__
@@ -172,7 +173,11 @@ def _counting_updates(update_weight: Callable) -> Callable:
         # OpenRLHF sends one parameter per call. `empty_cache`, the last argument, is True for the last parameter of an
         # update only.
         is_last = kwargs.get("empty_cache", args[-1] if args else False)
-        self.llm.policy_version += bool(is_last)
+        if is_last:
+            self.llm.policy_version += 1
+            if self.llm.model_config.is_multimodal_model:
+                # vLLM keeps what the visual encoder made of an image, which OpenRLHF trains too.
+                await self.llm.reset_encoder_cache()
         return result
 
     return counting
@@ -353,6 +358,14 @@ def limit_rewards(self: Any, patience: float, timeout: float) -> None:
 def compare_log_probs(self: Any, flag: str, sampling_params: Any) -> None:
     """Refuse other distributions than that of `sampling_params`, because of a flag: see `VersionedEngine.compared`."""
     self.llm.compared = flag, sampling_params
+
+
+async def reset_prefix_cache(self: Any) -> None:
+    """Forget the keys and values of all tokens, which the weights before an update made.
+
+    OpenRLHF's method keeps all of them if a request is running. Here such a request begins again.
+    """
+    await self.llm.reset_prefix_cache(reset_running_requests=True)
 
 
 async def check_health(self: Any) -> None:

@@ -246,7 +246,7 @@ def test_prompts_are_those_of_openrlhfs_dataset_and_the_chat_template_is_on_wher
 WRONG_FLAGS = [
     ({"n": 0}, "--n 0: "),
     ({"pass_at": [1, 5]}, "--pass_at 5: allowed: from 1 to --n 4"),
-    ({"temperature": -1}, "--temperature -1.0: "),
+    ({"temperature": 0.005}, "--temperature 0.005: allowed: 0, or from 0.01 to 2"),
     ({"top_p": 0}, "--top_p 0.0: "),
     ({"max_problems": 0}, "--max_problems 0: "),
     ({"reward": "missing.py"}, "--reward missing.py: no such file; allowed: "),

@@ -14,7 +14,16 @@ from transformers import AutoTokenizer
 class EngineCore:
     """Stands for vLLM's engine process."""
 
+    def __init__(self) -> None:
+        self.resets = []
+
     async def abort_requests_async(self, _): ...
+
+    async def reset_prefix_cache_async(self, *arguments):
+        self.resets.append(arguments)
+
+    async def reset_encoder_cache_async(self):
+        self.resets.append("encoder")
 
     def shutdown(self, timeout): ...
 
@@ -32,6 +41,7 @@ def make_actor():
     engine = object.__new__(AsyncLLM)
     engine.output_processor = OutputProcessor(None, log_stats=False)
     engine.engine_core, engine.log_requests, engine.collective_rpc = EngineCore(), False, loaded
+    engine.model_config = Namespace(is_multimodal_model=False)
     actor = object.__new__(RolloutRayActor.__ray_metadata__.modified_class)
     actor.llm = VersionedEngine(engine)
     return actor
@@ -84,6 +94,17 @@ def test_the_policy_version_counts_whole_weight_updates_and_not_parameters(metho
             assert actor.policy_version() == version
             asyncio.run(load(number, number == count - 1))
     assert actor.policy_version() == len(num_parameters)
+
+
+@pytest.mark.parametrize("sees_images", [False, True])
+def test_no_cache_outlives_the_weights_that_filled_it(sees_images):
+    actor = make_actor()
+    actor.llm.model_config.is_multimodal_model = sees_images
+    for is_last in (False, True):
+        asyncio.run(actor.update_weight("a weight", "bfloat16", (2, 3), empty_cache=is_last))
+    asyncio.run(actor.reset_prefix_cache())
+    # Running requests too: else vLLM keeps the whole cache.
+    assert actor.llm.engine_core.resets == ["encoder"] * sees_images + [(True, False)]
 
 
 def test_tokens_that_an_agent_got_elsewhere_have_the_engines_present_version():

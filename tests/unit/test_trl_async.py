@@ -352,7 +352,8 @@ def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory,
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
+    ("name", "value"),
+    [("temperature", 0.005), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)],
 )
 def test_sampling_from_another_distribution_than_the_trainers_is_refused(directory, name, value):
     with pytest.raises(ValueError, match=f"{name} {value} is not allowed with BAPO; it must be"):
