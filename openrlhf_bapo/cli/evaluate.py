@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.clashes import takes_an_input
-from openrlhf_bapo.command.input_files import try_file
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo import evaluation
+from openrlhf_bapo.flags.clashes import takes_an_input
+from openrlhf_bapo.flags.input_files import try_file
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30

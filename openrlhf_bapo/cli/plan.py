@@ -8,10 +8,10 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.command.mistakes import exit_with_one_line
-from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
+from openrlhf_bapo.flags.input_files import warn
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.planning.terms import Term
+from openrlhf_bapo.run.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {
     "gpu_memory": "memory of one GPU, in GiB",
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> None:
         parser.error(f"--plan.utilization {ours['utilization']}: allowed: above 0, up to 1")
     given_model = ours.pop("model")
 
-    from openrlhf_bapo.command import checks
-    from openrlhf_bapo.command.arguments import parse
+    from openrlhf_bapo.flags import checks
+    from openrlhf_bapo.flags.arguments import parse
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF prints remarks
         args = parse(training, checks.FILES)

@@ -21,9 +21,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_bapo import evaluation
 from openrlhf_bapo.cli import evaluate
-from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.input_files import try_file
+from openrlhf_bapo.flags.input_files import try_file
 from openrlhf_bapo.math_tasks.metrics import GradedResponse, evaluation_metrics
 
 N, MAX_NEW_TOKENS, UNGRADED_LABEL = 4, 24, "11"
@@ -356,7 +356,7 @@ def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
 
 HOLDER = f"""
 import json, os, sys, time
-from openrlhf_bapo.command.evaluation import EvaluationRecord
+from openrlhf_bapo.evaluation import EvaluationRecord
 record = EvaluationRecord(sys.argv[1], {{}})
 child = os.fork()
 if child:

@@ -10,8 +10,8 @@ import pipeline
 import pytest
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig
-from openrlhf_bapo.command import arguments
-from openrlhf_bapo.command.flags import add_flags, check_flags
+from openrlhf_bapo.flags import arguments
+from openrlhf_bapo.flags.train_flags import add_flags, check_flags
 from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, replay_config_from_args
 from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
@@ -122,7 +122,7 @@ def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
     run = subprocess.run([*command, "--policy_loss", "bapo", "--bapo.preset", "best"], capture_output=True, text=True)
     assert run.returncode == 2
     loaded = {line.split("|")[-1].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
-    assert "openrlhf_bapo.command.flags" in loaded
+    assert "openrlhf_bapo.flags.train_flags" in loaded
     assert not loaded & {"ray", "vllm", "deepspeed", "transformers", "openrlhf.models"}
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from openrlhf_bapo.cli import evaluate
-from openrlhf_bapo.command import arguments, checks, input_files
+from openrlhf_bapo.flags import arguments, checks, input_files
 from openrlhf_bapo.offpolicy.replay_pool import Group, ReplayConfig, ReplayPool
 from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
 

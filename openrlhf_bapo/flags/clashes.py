@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 
-from openrlhf_bapo.command.input_files import listed
-from openrlhf_bapo.command.mistakes import shown
+from openrlhf_bapo.flags.input_files import listed
+from openrlhf_bapo.flags.mistakes import shown
 from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule
 
 _ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")

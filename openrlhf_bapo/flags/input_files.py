@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.flags.mistakes import FlagError
 
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""
@@ -532,3 +532,11 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # not a port
         return False
+
+
+def nearest_folder(folder: str | Path) -> Path:
+    """Return the folder, or its nearest ancestor that exists."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    return there

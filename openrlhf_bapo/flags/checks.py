@@ -16,10 +16,8 @@ from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
-from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.failures import nearest_folder
-from openrlhf_bapo.command.flags import SETTINGS, source_of_staleness
-from openrlhf_bapo.command.input_files import (
+from openrlhf_bapo.flags.clashes import find_clashes, num_actor_gpus
+from openrlhf_bapo.flags.input_files import (
     LoadedFile,
     check_model,
     check_python_file,
@@ -31,10 +29,12 @@ from openrlhf_bapo.command.input_files import (
     listed,
     listed_with_folders,
     model_length,
+    nearest_folder,
     warn,
 )
-from openrlhf_bapo.command.labels import check_labels
-from openrlhf_bapo.command.mistakes import FlagError, shown
+from openrlhf_bapo.flags.labels import check_labels
+from openrlhf_bapo.flags.mistakes import FlagError, shown
+from openrlhf_bapo.flags.train_flags import SETTINGS, source_of_staleness
 from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)

@@ -7,8 +7,8 @@ from collections.abc import Sequence, Set
 from dataclasses import fields
 from typing import Any
 
-from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.loss_flags import add_loss_flags, resolve_loss_flags
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.offpolicy.replay_pool import STRATEGIES, ReplayConfig
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS

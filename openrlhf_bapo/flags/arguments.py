@@ -5,10 +5,10 @@ import runpy
 import sys
 from collections.abc import Callable
 
-from openrlhf_bapo.command import checks
-from openrlhf_bapo.command.flags import add_flags, check_flags, resolve_flags
-from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags import checks
+from openrlhf_bapo.flags.input_files import warn
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.train_flags import add_flags, check_flags, resolve_flags
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu
 from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint
