@@ -31,8 +31,8 @@ from molt.trainer.workers import policy_actor
 from molt.utils.config import hierarchize
 from molt.utils.vlm_utils import merge_mm_train_inputs
 
-from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.loss_flags import add_loss_flags, resolve_loss_flags
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
 from openrlhf_bapo.rules.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite

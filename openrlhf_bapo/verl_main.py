@@ -19,7 +19,7 @@ from verl.trainer import main_ppo
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError, has_saved_state
 from openrlhf_bapo.rules.saved_rule import load_rule
 from openrlhf_bapo.verl import BapoPolicyLossConfig

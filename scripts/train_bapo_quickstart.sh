@@ -27,7 +27,7 @@ steps_per_episode=$(((STEPS + episodes - 1) / episodes))
 bash scripts/setup.sh
 target=$(.venv/bin/python -c '
 import sys
-from openrlhf_bapo.command.flags import check_flags
+from openrlhf_bapo.flags.train_flags import check_flags
 flags = vars(check_flags(sys.argv[1:]))
 is_share = flags.get("bapo.target_kind") == "share"
 print(flags["balanced.target"] or is_share and flags["bapo.positive_contribution_target"] or "")

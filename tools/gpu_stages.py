@@ -447,8 +447,8 @@ def _compare_with_plan(
     page: Page, method: str, flags: list[str], folder: Path, seconds: dict, samples: list[tuple[float, float]]
 ) -> None:
     """Compare the memory of each phase, and the seconds, with the plan."""
-    from openrlhf_bapo.command.arguments import parse
-    from openrlhf_bapo.command.plan import GIB, Machine, make_plan, read_shape
+    from openrlhf_bapo.flags.arguments import parse
+    from openrlhf_bapo.run.plan import GIB, Machine, make_plan, read_shape
 
     total = torch.cuda.get_device_properties(0).total_memory / GIB if HAS_GPU else 80.0
     args = parse(flags)

@@ -48,8 +48,8 @@ TESTS = {
         "test_clip_rules.py",
         "test_update_scope.py",
     ],
-    "command/flags.py": ["test_flags.py", "test_tokens.py"],
-    "command/loss_flags.py": ["test_flags.py"],
+    "flags/train_flags.py": ["test_flags.py", "test_tokens.py"],
+    "flags/loss_flags.py": ["test_flags.py"],
     "openrlhf/policy_loss.py": [
         "test_policy_loss.py",
         "test_entropy_rule.py",

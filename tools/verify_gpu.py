@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 
 REPOSITORY = Path(__file__).parents[1]
 RIGHT, WRONG, NOT_RUN = "right", "wrong", "not run"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.math_tasks.data import DATASETS, DUPLICATE, PROMPT_SUFFIX, MathDataset, WrongDataset, read_problems
 
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

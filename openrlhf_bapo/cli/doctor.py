@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openrlhf_bapo.cli.plot import read_newest, read_scalars
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.health.doctor import Finding, diagnose
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.clashes import takes_an_input
-from openrlhf_bapo.command.input_files import try_file
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo import evaluation
+from openrlhf_bapo.flags.clashes import takes_an_input
+from openrlhf_bapo.flags.input_files import loading
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.values import check_values
 from openrlhf_bapo.math_tasks.metrics import CONFIDENCE, MACRO_AVERAGE, Estimate, GradedResponse, evaluation_metrics
 
 _EVERY_ON_TERMINAL, _EVERY_IN_FILE = 0.2, 30
@@ -61,14 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Refuse values out of range; fill in --pass_at."""
-    for name in ("n", "max_problems", "max_new_tokens", "num_engines", "tensor_parallel_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise FlagError(f"--{name} {value}: allowed: 1 or more")
-    if not (args.temperature == 0 or 0.01 <= args.temperature <= 2):  # as vLLM, which takes 0.01 for what is between
-        raise FlagError(f"--temperature {args.temperature}: allowed: 0, or from 0.01 to 2")
-    for name in ("top_p", "gpu_memory_utilization"):
-        if not 0 < getattr(args, name) <= 1:
-            raise FlagError(f"--{name} {getattr(args, name)}: allowed: above 0, up to 1")
+    check_values(vars(args))
     if args.input_template is not None and not takes_an_input(args.input_template):
         allowed = "a text with {} for the input, other braces doubled"
         raise FlagError(f"--input_template {args.input_template!r}: allowed: {allowed}")
@@ -97,7 +91,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
     )
     if args.reward and Path(args.reward).is_file():
-        try_file("--reward", args.reward, "reward_func")
+        with loading("--reward", args.reward, "reward_func"):
+            pass
     settings = evaluation.content_settings(args.model, args.data, endpoints)
     names = "input_key label_key input_template max_problems n temperature top_p seed".split()
     settings |= {name: getattr(args, name) for name in names}

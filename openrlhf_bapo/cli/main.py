@@ -6,7 +6,7 @@ import signal
 import sys
 from importlib import metadata
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 
 # Module of each command, and the extra that has its packages.
 COMMANDS = {

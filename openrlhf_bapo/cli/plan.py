@@ -3,15 +3,15 @@
 import argparse
 import contextlib
 import io
-import math
 import sys
 import textwrap
 from types import SimpleNamespace
 
-from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.command.mistakes import exit_with_one_line
-from openrlhf_bapo.command.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
+from openrlhf_bapo.flags.input_files import warn
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.values import check_values
 from openrlhf_bapo.planning.terms import Term
+from openrlhf_bapo.run.plan import GIB, Machine, Plan, disk_warnings, make_plan, read_shape
 
 _MACHINE_HELP = {
     "gpu_memory": "memory of one GPU, in GiB",
@@ -32,16 +32,15 @@ def main(argv: list[str]) -> None:
         default = getattr(Machine, name)
         parser.add_argument(f"--plan.{name}", type=float, default=default, help=f"{text} (default: {default})")
     parsed, training = parser.parse_known_args(argv)
+    try:
+        check_values(vars(parsed))
+    except FlagError as error:
+        parser.error(str(error))
     ours = {name.removeprefix("plan."): value for name, value in vars(parsed).items()}
-    for name, value in ours.items():
-        if isinstance(value, int | float) and not 0 < value < math.inf:
-            parser.error(f"--plan.{name} {value}: allowed: above 0, and finite")
-    if ours["utilization"] > 1:
-        parser.error(f"--plan.utilization {ours['utilization']}: allowed: above 0, up to 1")
     given_model = ours.pop("model")
 
-    from openrlhf_bapo.command import checks
-    from openrlhf_bapo.command.arguments import parse
+    from openrlhf_bapo.flags import checks
+    from openrlhf_bapo.flags.arguments import parse
 
     with contextlib.redirect_stdout(io.StringIO()) as said:  # OpenRLHF prints remarks
         args = parse(training, checks.FILES)

@@ -5,8 +5,8 @@ import csv
 from itertools import cycle
 from pathlib import Path
 
-from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.input_files import warn
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
 from openrlhf_bapo.rules.entropy_rule import QUADRANTS
 

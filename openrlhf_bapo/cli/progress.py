@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 
 # As OpenRLHF's trainers log them (trainer/ppo_trainer.py and ppo_trainer_async.py).
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")

@@ -9,7 +9,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.math_tasks.answers import response_from_query
 from openrlhf_bapo.math_tasks.grader import MathGrader, failure_logs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 
 FIXED = (0.8, 1.2)
 """The fixed range that a run is compared with: PPO's."""

@@ -7,12 +7,12 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from openrlhf_bapo.command.arguments import run_upstream
-from openrlhf_bapo.command.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
-from openrlhf_bapo.command.plan import warn_of_small_disks
-from openrlhf_bapo.command.summary import describe_training
-from openrlhf_bapo.command.threads import end_threads
+from openrlhf_bapo.flags.arguments import run_upstream
 from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
+from openrlhf_bapo.run.interrupts import catch_signals, find_dead_engine, leave_signals, watch_engines
+from openrlhf_bapo.run.plan import warn_of_small_disks
+from openrlhf_bapo.run.summary import describe_training
+from openrlhf_bapo.run.threads import end_threads
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def _end(error: BaseException, values: dict, signals: list[int]) -> NoReturn:
     """Print the cause of the end after all output of the processes, and exit."""
     import ray
 
-    from openrlhf_bapo.command.failures import describe_failure
+    from openrlhf_bapo.run.failures import describe_failure
 
     leave_signals()
     traceback.print_exception(error)
@@ -74,8 +74,8 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     """
     import ray
 
-    from openrlhf_bapo.command.cluster import check_nodes, wait_for_room
     from openrlhf_bapo.openrlhf import cpu, registration
+    from openrlhf_bapo.run.cluster import check_nodes, wait_for_room
 
     resources = {}
     if registration.runs_on_cpu():

@@ -121,7 +121,7 @@ def find_answer(response: str) -> Answer | None:
     _, closed, final = response.rpartition("</think>")
     if not closed and "<think>" in response:
         return None
-    boxed = _boxed(final)
+    boxed = last_boxed(final)
     if boxed is not None:
         boxed = _plain_letters(boxed)
         return Answer(boxed, f"\\boxed{{{boxed}}}") if boxed else None
@@ -145,7 +145,7 @@ def find_answer(response: str) -> Answer | None:
 
 def find_gold(gold: str) -> str:
     """Return the gold answer of a label: the content of its box, the text after "####", or the whole label."""
-    return _plain_letters(_boxed(gold) or gold.rpartition("####")[2]).strip()
+    return _plain_letters(last_boxed(gold) or gold.rpartition("####")[2]).strip()
 
 
 def _plain_letters(text: str) -> str:
@@ -170,7 +170,7 @@ def _last_line(text: str) -> str:
     return text[text.rfind("\n", 0, stop) + 1 :].strip()
 
 
-def _boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     """Return the last box's content, "" if it never closes, None without a box. One pass: texts may be hostile."""
     stack, boxes = [], []  # open braces: (start of the box's command or None, start of the content)
     first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))

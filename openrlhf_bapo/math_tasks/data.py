@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from openrlhf_bapo.math_tasks.answers import last_boxed
+
 PROBLEM_KEYS = ("problem", "question", "prompt")
 """Tried in this order, ignoring case."""
 
@@ -55,22 +57,6 @@ class UnusableRow(Exception):
 
 class WrongDataset(Exception):
     """The rows cannot belong to the dataset. The message says what they have and what is allowed."""
-
-
-def last_boxed(text: str) -> str:
-    r"""Return the content of the last \boxed{} of a text, with nested braces.
-
-    Raises:
-        UnusableRow: if there is no box, or its braces do not balance.
-    """
-    _, mark, rest = text.rpartition("\\boxed{")
-    depth = 1
-    # An escaped character is one match, so \{ and \} do not change the depth.
-    for step in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(step[0], 0)
-        if mark and depth == 0:
-            return rest[: step.start()]
-    raise UnusableRow("no answer, and no balanced \\boxed{} in the solution")
 
 
 def _plain_integer(answer: str) -> str:
@@ -231,7 +217,11 @@ def _answer_text(key: str, value: object) -> str:
     if isinstance(value, float):
         value = None if math.isnan(value) else int(value) if value.is_integer() else value
     text = _not_nested("" if value is None else str(value).strip())
-    return last_boxed(text) if key == "solution" or "\\boxed{" in text else text
+    if key == "solution" or "\\boxed{" in text:
+        text = last_boxed(text) or ""
+        if not text:
+            raise UnusableRow("no answer, and no balanced \\boxed{} in the solution")
+    return text
 
 
 def _parsed_list(value: object) -> object:

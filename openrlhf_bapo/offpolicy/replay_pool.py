@@ -35,7 +35,7 @@ import torch
 from openrlhf_bapo.offpolicy.saved_pool import from_columns, read_directory, to_columns, write_directory
 
 STRATEGIES = ("uniform", "newest", "oldest", "advantage")
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DISCARD_FLAG = "--replay.discard_saved"
 
 # 4 + 1 + 4 + 4 + 4 = 17 bytes per token. Policy versions and token ids fit into 31 bits.
@@ -51,10 +51,6 @@ _COUNTERS = ("groups_added", "groups_skipped", "groups_sampled", "groups_expired
 
 NO_VERSION = 2**31 - 1
 """The oldest version of a group without an action token. It is above every policy version."""
-
-# Tensors of a sample that have another name in saved files.
-_SAVED_NAMES = {"behavior_log_probs": "behaviour_log_probs"}
-_LOADED_NAMES = {saved: name for name, saved in _SAVED_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -292,7 +288,7 @@ class ReplayPool:
         """
         groups = list(self._groups.values())
         rewards = torch.cat([torch.empty(0), *[group.rewards for group in groups]])
-        columns = to_columns([_rename(sample, _SAVED_NAMES) for group in groups for sample in group.samples])
+        columns = to_columns([sample for group in groups for sample in group.samples])
         record = {
             "format_version": FORMAT_VERSION,
             "state": state,
@@ -330,11 +326,6 @@ class ReplayPool:
         for key, num_reused, count, rewards in zip(
             record["keys"], record["num_reused"], num_samples, columns["rewards"].split(num_samples), strict=True
         ):
-            loaded = [_rename(sample, _LOADED_NAMES) for sample in islice(samples, count)]
-            pool._put(Group(loaded, rewards, num_reused, key=key))
+            pool._put(Group([*islice(samples, count)], rewards, num_reused, key=key))
         pool._evict()
         return pool, record["state"]
-
-
-def _rename(sample: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
-    return {names.get(name, name): tensor for name, tensor in sample.items()}

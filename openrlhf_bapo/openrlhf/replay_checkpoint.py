@@ -9,6 +9,10 @@ A checkpoint CKPT_PATH/_actor/TAG comes with
                               `--balanced.half_life`
 
 in the format of offpolicy/saved_pool.py.
+
+The functions `load_*` take checkpoint `tag` or the latest, and return its state, and with a pool the state that
+`save_pools` wrote: "policy_version", "version_offset" and "steps_by_version". They return None if the run resumes no
+checkpoint or has no use for the state, and raise SavedStateError if it cannot be used, or would be lost.
 """
 
 import argparse
@@ -37,12 +41,6 @@ KINDS = ("_replay", "_partial", "_buffer", "_rule")
 RULE_FORMAT_VERSION = 1
 
 
-def pool_directory(ckpt_path: str, kind: str = "_replay", tag: str | None = None) -> Path | None:
-    """Return the directory of our state for checkpoint `tag` or OpenRLHF's latest; None without a checkpoint."""
-    tag = tag or _latest(Path(ckpt_path, "_actor"))
-    return Path(ckpt_path, kind, tag) if tag else None
-
-
 def fingerprint(args: Namespace) -> dict[str, str]:
     """Return the properties that a saved pool and a run must share: model and tokenizer, by content if local."""
     model = args.actor.model_name_or_path
@@ -63,19 +61,12 @@ def _replay_fingerprint(args: Namespace) -> dict[str, str]:
 
 def _resumed(args: Namespace, kind: str, tag: str | None, is_discarded: bool) -> Path | None:
     """Return the directory of our state that a run goes on from; None if it resumes no checkpoint, or discards it."""
-    return pool_directory(args.ckpt.path, kind, tag) if args.ckpt.load_enable and not is_discarded else None
+    tag = tag or _latest(Path(args.ckpt.path, "_actor"))
+    return Path(args.ckpt.path, kind, tag) if tag and args.ckpt.load_enable and not is_discarded else None
 
 
 def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool, dict] | None:
-    """Load the replay pool that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
-
-    Returns:
-        The pool, and the state that `save_pools` wrote: "policy_version" and "steps_by_version". None if the run has no
-        replay or resumes no checkpoint.
-
-    Raises:
-        SavedStateError: if the pool cannot be used.
-    """
+    """Load the replay pool."""
     directory = _resumed(args, "_replay", tag, args.replay.discard_saved)
     if directory is None or not args.replay.ratio:
         return None
@@ -83,11 +74,7 @@ def load_saved_pool(args: Namespace, tag: str | None = None) -> tuple[ReplayPool
 
 
 def load_unfinished(args: Namespace, tag: str | None = None) -> tuple[PartialPool, dict] | None:
-    """Load the unfinished responses as `load_saved_pool` does, with versions shifted to the resumed engines' count.
-
-    Raises:
-        SavedStateError: if they cannot be used, or if they would be lost because the run has no token budget.
-    """
+    """Load the unfinished responses, with versions shifted to the resumed engines' count."""
     directory = _resumed(args, "_partial", tag, args.partial.discard_saved)
     if directory is None:
         return None
@@ -113,11 +100,7 @@ def _version_shift(state: dict) -> int:
 
 
 def load_sample_buffer(args: Namespace, tag: str | None = None) -> tuple[SampleBuffer, dict] | None:
-    """Load the waiting samples as `load_saved_pool` does, with versions shifted to the resumed engines' count.
-
-    Raises:
-        SavedStateError: if they cannot be used, or if they would be lost because of a token budget or a lag.
-    """
+    """Load the waiting samples, with versions shifted to the resumed engines' count."""
     directory = _resumed(args, "_buffer", tag, args.partial.discard_saved)
     if directory is None or not has_saved_state(directory):
         return None
@@ -338,15 +321,7 @@ def save_clip_rule(args: Namespace, tag: str, state: dict[str, torch.Tensor]) ->
 
 
 def load_clip_rule(args: Namespace, tag: str | None = None) -> dict[str, torch.Tensor] | None:
-    """Load the clip rule's state that `--ckpt.load_enable` resumes, from checkpoint `tag` or the latest.
-
-    Returns:
-        The state for `ClipRule.load_state_dict`. None if the run's rule does not follow earlier updates, or if the run
-        resumes no checkpoint.
-
-    Raises:
-        SavedStateError
-    """
+    """Load the state for `ClipRule.load_state_dict`, if the rule follows earlier updates."""
     directory = _resumed(args, "_rule", tag, args.bapo.discard_saved)
     if directory is None or (rule := clip_rule_from_args(args)) is None or not rule.follows_updates:
         return None
@@ -381,27 +356,25 @@ def load_pools(trainer: Any) -> bool:
     maker = trainer.experience_maker
     if (kept := load_saved_pool(trainer.args)) is not None:
         maker.pool = kept[0]
-    unfinished, waiting = load_unfinished(trainer.args), load_sample_buffer(trainer.args)
-    if hasattr(trainer, "samples_generator"):  # not in async training, see `load_into_generator`
-        _take_up(trainer.samples_generator, unfinished, waiting)
-    for _, state in filter(None, (kept, unfinished, waiting)):
+    waiting = load_into_generator(trainer)
+    for _, state in filter(None, (kept, *waiting)):
         # OpenRLHF now publishes the resumed weights again, and `count_version` adds 1. So the saved version is the
         # current one again, and its optimizer steps, the last entry, are appended again.
         maker.policy_version = maker.version_offset = state["policy_version"] - 1
         maker.steps_by_version = state["steps_by_version"][:-1]
         maker.num_optimizer_steps = state["steps_by_version"][-1]
-    return unfinished is not None or waiting is not None
+    return any(waiting)
 
 
-def load_into_generator(actor: Any) -> None:
-    """Restore unfinished responses or waiting samples in a resumed run's `GenerateSamplesActor` (async training)."""
-    _take_up(actor.samples_generator, load_unfinished(actor.args), load_sample_buffer(actor.args))
+def load_into_generator(owner: Any) -> tuple[tuple[PartialPool, dict] | None, tuple[SampleBuffer, dict] | None]:
+    """Load unfinished responses and waiting samples, and restore them in the trainer or `GenerateSamplesActor`.
 
-
-def _take_up(
-    generator: Any, unfinished: tuple[PartialPool, dict] | None, waiting: tuple[SampleBuffer, dict] | None
-) -> None:
-    if unfinished is not None:
+    In async training the actor has the generator, and the trainer needs only the states.
+    """
+    unfinished, waiting = load_unfinished(owner.args), load_sample_buffer(owner.args)
+    generator = getattr(owner, "samples_generator", None)
+    if generator is not None and unfinished is not None:
         generator.take_up(unfinished[0])
-    if waiting is not None:
+    if generator is not None and waiting is not None:
         generator.take_up_buffer(waiting[0])
+    return unfinished, waiting

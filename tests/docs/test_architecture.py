@@ -20,8 +20,10 @@ LIBRARIES = {
 ALLOWED = {
     "rules": {"offpolicy", "rules"},
     "openrlhf": {"offpolicy", "openrlhf", "rules"},
-    "command": {"command", "math_tasks", "offpolicy", "openrlhf", "planning", "rules"},
-    "cli": {"cli", "command", "health", "math_tasks", "offpolicy", "openrlhf", "planning", "rules"},
+    "flags": {"flags", "offpolicy", "openrlhf", "rules"},
+    "run": {"flags", "openrlhf", "planning", "rules", "run"},
+    "evaluation.py": {"flags", "math_tasks", "openrlhf"},
+    "cli": {"cli", "evaluation", "flags", "health", "math_tasks", "offpolicy", "openrlhf", "planning", "rules", "run"},
 }
 FRAMEWORKS = {"openrlhf", "ray", "vllm", "deepspeed", "transformers", "trl", "verl", "molt"}
 
@@ -38,7 +40,7 @@ def imports(file) -> set[str]:
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_go_from_cli_to_command_to_seams_to_rules_to_samples(file):
+def test_imports_go_from_cli_to_runs_to_flags_to_seams_to_rules_to_samples(file):
     layer = file.relative_to(PACKAGE).parts[0]
     found = imports(file)
     roots = {name.split(".")[0] for name in found}
@@ -52,9 +54,9 @@ def test_imports_go_from_cli_to_command_to_seams_to_rules_to_samples(file):
             layer, set()
         )
         assert roots <= {"openrlhf_bapo", framework} | libraries | set(sys.stdlib_module_names)
-        of_the_command = {"molt.py": ("command.loss_flags", "command.mistakes"), "verl_main.py": ("command.mistakes",)}
+        of_the_flags = {"molt.py": ("flags.loss_flags", "flags.mistakes"), "verl_main.py": ("flags.mistakes",)}
         allowed = tuple(
-            f"openrlhf_bapo.{part}" for part in ("rules.", "offpolicy.", framework, *of_the_command.get(layer, ()))
+            f"openrlhf_bapo.{part}" for part in ("rules.", "offpolicy.", framework, *of_the_flags.get(layer, ()))
         )
         ours = {name for name in found if name.startswith("openrlhf_bapo.")}
         assert all(f"{name}.".startswith(allowed) for name in ours), ours

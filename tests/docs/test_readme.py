@@ -11,8 +11,8 @@ from pathlib import Path
 import pipeline
 import pytest
 
-from openrlhf_bapo.command.flags import add_flags
-from openrlhf_bapo.command.plan import GIB, Machine, make_plan, read_shape
+from openrlhf_bapo.flags.train_flags import add_flags
+from openrlhf_bapo.run.plan import GIB, Machine, make_plan, read_shape
 
 DOCS = pipeline.REPOSITORY / "docs"
 README = (pipeline.REPOSITORY / "README.md").read_text()

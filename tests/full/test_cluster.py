@@ -26,7 +26,7 @@ time.sleep({pipeline.PATIENCE})
 
 LOOKS_OFTEN = """
 from openrlhf_bapo.cli import train_ppo_ray
-from openrlhf_bapo.command import cluster
+from openrlhf_bapo.run import cluster
 cluster.EVERY = 5.0
 train_ppo_ray.main()
 """

@@ -21,9 +21,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_bapo import evaluation
 from openrlhf_bapo.cli import evaluate
-from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.input_files import try_file
+from openrlhf_bapo.flags.input_files import loading
 from openrlhf_bapo.math_tasks.metrics import GradedResponse, evaluation_metrics
 
 N, MAX_NEW_TOKENS, UNGRADED_LABEL = 4, 24, "11"
@@ -348,7 +348,8 @@ def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
         "pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
         "def reward_func(queries, prompts, labels): ...\n"
     )
-    try_file("--reward", str(tmp_path / "reward.py"), "reward_func")
+    with loading("--reward", str(tmp_path / "reward.py"), "reward_func"):
+        pass
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     while child.exists() and child.read_text().split()[2] != "Z":  # what it has started ends with it
         time.sleep(0.1)
@@ -356,7 +357,7 @@ def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):
 
 HOLDER = f"""
 import json, os, sys, time
-from openrlhf_bapo.command.evaluation import EvaluationRecord
+from openrlhf_bapo.evaluation import EvaluationRecord
 record = EvaluationRecord(sys.argv[1], {{}})
 child = os.fork()
 if child:

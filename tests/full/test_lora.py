@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from openrlhf_bapo.command import input_files
+from openrlhf_bapo.flags import input_files
 from openrlhf_bapo.openrlhf.lora import merged_for_engines
 
 LORA = dict(ds__lora__rank=4, ds__lora__alpha=32, actor__adam__lr=1e-2)

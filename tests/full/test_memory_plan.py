@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import start_processes
 
-from openrlhf_bapo.command.plan import Machine, make_plan, num_ratio_forwards
 from openrlhf_bapo.planning import time
 from openrlhf_bapo.planning.activations import (
     LogitsBytes,
@@ -52,6 +51,7 @@ from openrlhf_bapo.planning.engine_memory import (
 )
 from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
 from openrlhf_bapo.planning.terms import Term, check_fit
+from openrlhf_bapo.run.plan import Machine, make_plan, num_ratio_forwards
 
 GIB = 2**30
 TINY = ModelShape(

@@ -47,7 +47,7 @@ def _generate_greedily(directory: Path) -> None:
     tokens, and then stopped at arbitrary times."""
     import asyncio
 
-    from openrlhf_bapo.command import evaluation
+    from openrlhf_bapo import evaluation
 
     prompts = [json.loads(line)["input"] for line in (directory / "train.jsonl").read_text().splitlines()][:40]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.cli.plot import read_scalars
-from openrlhf_bapo.command.plan import REMEDIES, Machine, make_plan, read_shape
+from openrlhf_bapo.run.plan import REMEDIES, Machine, make_plan, read_shape
 
 RECIPES_PAGE = (pipeline.REPOSITORY / "docs" / "recipes.md").read_text()
 

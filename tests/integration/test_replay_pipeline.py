@@ -9,7 +9,7 @@ import pytest
 import recordings
 import replay
 
-from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, load_saved_pool, pool_directory
+from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, load_saved_pool
 from openrlhf_bapo.openrlhf.settings import replay_config_from_args
 
 
@@ -136,7 +136,7 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    saved = pool_directory(args.ckpt.path) / "groups.safetensors"
+    saved = directory / "ckpt/_replay" / (directory / "ckpt/_actor/latest").read_text() / "groups.safetensors"
     with pytest.raises(SystemExit) as exit_:
         pipeline.parse(resume)
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -167,7 +167,7 @@ def flags(directory: Path, **overrides) -> list[str]:
 
 def parse(argv: list[str]) -> Namespace:
     """Parse, check and nest OpenRLHF's flags and ours, as OpenRLHF's main block does."""
-    from openrlhf_bapo.command import arguments
+    from openrlhf_bapo.flags import arguments
 
     return arguments.parse(argv)
 

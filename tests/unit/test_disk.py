@@ -9,10 +9,10 @@ import pipeline
 import pytest
 
 from openrlhf_bapo.cli import plan
-from openrlhf_bapo.command.failures import describe_failure
-from openrlhf_bapo.command.plan import disk_terms, disk_warnings, read_shape
 from openrlhf_bapo.planning.checkpoints import replay_term
 from openrlhf_bapo.planning.model_shape import ModelShape
+from openrlhf_bapo.run.failures import describe_failure
+from openrlhf_bapo.run.plan import disk_terms, disk_warnings, read_shape
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path):
             (tmp_path / kind / f"global_step{step}").mkdir(parents=True)
             (tmp_path / kind / f"global_step{step}/file").write_bytes(bytes(step * size))
     (tmp_path / "_actor/latest").write_text("global_step2")
-    from openrlhf_bapo.command import failures
+    from openrlhf_bapo.run import failures
 
     little, failures._LITTLE_SPACE = failures._LITTLE_SPACE, math.inf  # any disk counts as full
     try:

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 import pipeline
 import pytest
 
+from openrlhf_bapo import evaluation
 from openrlhf_bapo.cli import evaluate
-from openrlhf_bapo.command import evaluation
-from openrlhf_bapo.command.mistakes import FlagError
-from openrlhf_bapo.command.plan import read_shape
+from openrlhf_bapo.flags.mistakes import FlagError
+from openrlhf_bapo.run.plan import read_shape
 
 
 @pytest.fixture(scope="module")

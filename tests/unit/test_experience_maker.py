@@ -674,7 +674,7 @@ def test_pools_of_checkpoints_that_a_best_checkpoint_replaced_are_removed_at_onc
 
 @pytest.mark.parametrize("latest", ["global_step4", "best_global_step4"])
 def test_of_two_checkpoints_of_a_step_the_one_that_openrlhf_calls_latest_is_resumed(tmp_path, latest):
-    from openrlhf_bapo.command.arguments import parse
+    from openrlhf_bapo.flags.arguments import parse
 
     for tag in ("global_step4", "best_global_step4"):
         pipeline.make_checkpoint(tmp_path / "ckpt/_actor" / tag)
@@ -685,7 +685,7 @@ def test_of_two_checkpoints_of_a_step_the_one_that_openrlhf_calls_latest_is_resu
 
 
 def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_says_so(tmp_path, capsys):
-    from openrlhf_bapo.command.arguments import parse
+    from openrlhf_bapo.flags.arguments import parse
     from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
 
     path = tmp_path / "ckpt"

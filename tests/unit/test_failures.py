@@ -9,12 +9,12 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_bapo.command.failures import describe_failure
 from openrlhf_bapo.openrlhf.interrupts import Interrupted
+from openrlhf_bapo.run.failures import describe_failure
 
 ENDING = """
 import sys, time, ray
-from openrlhf_bapo.command.interrupts import catch_signals
+from openrlhf_bapo.run.interrupts import catch_signals
 from openrlhf_bapo.cli import train_ppo_ray
 
 signals = []

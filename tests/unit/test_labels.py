@@ -6,8 +6,8 @@ import json
 import pandas
 import pytest
 
-from openrlhf_bapo.command.labels import check_labels
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.flags.labels import check_labels
+from openrlhf_bapo.flags.mistakes import FlagError
 from openrlhf_bapo.math_tasks.reward import reward_func
 
 KEPT = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from openrlhf_bapo import BapoPolicyLoss, Tokens
-from openrlhf_bapo.command.flags import add_flags
+from openrlhf_bapo.flags.train_flags import add_flags
 from openrlhf_bapo.rules.other_rules import as_clip_rule, make_rule
 from openrlhf_bapo.rules.settings import clip_rule_from_args
 

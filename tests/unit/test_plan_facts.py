@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from openrlhf_bapo.cli import plan
-from openrlhf_bapo.command.plan import Machine, make_plan, read_shape, training_setup
+from openrlhf_bapo.run.plan import Machine, make_plan, read_shape, training_setup
 
 ROWS = [{"input": f"{n}+1=", "label": str(n + 1)} for n in range(37)]
 

@@ -6,81 +6,48 @@ import shlex
 import pipeline
 import pytest
 
+
+def words(text: str) -> dict[str, str]:
+    """Return the values of NAME=VALUE words."""
+    return dict(word.split("=", 1) for word in shlex.split(text))
+
+
 # Values that no recipe has by default, all different: 22 prompts x 15 samples in 11 updates are batches of 30.
-UNUSUAL = dict(
-    MODEL="an/unusual-model",
-    DATA="/unusual/data.jsonl",
-    EVAL_DATA="/unusual/first.jsonl /unusual/second.jsonl",
-    REWARD="http://unusual:1/get_reward",
-    RUN="/unusual/run",
-    NUM_NODES=3,
-    PRESET="steady",
-    LEARNING_RATE="7.5e-7",
-    TEMPERATURE="0.85",
-    MAX_PROMPT=321,
-    MAX_RESPONSE=1234,
-    SAMPLES=15,
-    PROMPTS=22,
-    UPDATES=11,
-    EPOCHS=5,
-    EPISODES=6,
-    SAVE_STEPS=17,
-    EVAL_STEPS=19,
-    EVAL_N=23,
-)
-FLAGS = {
-    "actor.model_name_or_path": "an/unusual-model",
-    "data.prompt_dataset": "/unusual/data.jsonl",
-    "eval.dataset": "/unusual/first.jsonl,/unusual/second.jsonl",
-    "reward.remote_url": "http://unusual:1/get_reward",
-    "ckpt.path": "/unusual/run/checkpoints",
-    "ckpt.output_dir": "/unusual/run/model",
-    "logger.tensorboard_dir": "/unusual/run/tensorboard",
-    "actor.num_nodes": "3",
-    "bapo.preset": "steady",
-    "actor.adam.lr": "7.5e-7",
-    "rollout.temperature": "0.85",
-    "data.max_len": "1555",
-    "rollout.max_new_tokens": "1234",
-    "rollout.n_samples_per_prompt": "15",
-    "rollout.batch_size": "22",
-    "train.batch_size": "30",
-    "train.max_epochs": "5",
-    "train.num_episodes": "6",
-    "ckpt.save_steps": "17",
-    "eval.steps": "19",
-    "eval.n_samples_per_prompt": "23",
-}
+UNUSUAL = words("""
+    MODEL=an/unusual-model DATA=/unusual/data.jsonl EVAL_DATA="/unusual/first.jsonl /unusual/second.jsonl"
+    REWARD=http://unusual:1/get_reward RUN=/unusual/run NUM_NODES=3 PRESET=steady LEARNING_RATE=7.5e-7 TEMPERATURE=0.85
+    MAX_PROMPT=321 MAX_RESPONSE=1234 SAMPLES=15 PROMPTS=22 UPDATES=11 EPOCHS=5 EPISODES=6 SAVE_STEPS=17 EVAL_STEPS=19
+    EVAL_N=23
+""")
+FLAGS = words("""
+    actor.model_name_or_path=an/unusual-model data.prompt_dataset=/unusual/data.jsonl
+    eval.dataset=/unusual/first.jsonl,/unusual/second.jsonl reward.remote_url=http://unusual:1/get_reward
+    ckpt.path=/unusual/run/checkpoints ckpt.output_dir=/unusual/run/model
+    logger.tensorboard_dir=/unusual/run/tensorboard actor.num_nodes=3 bapo.preset=steady actor.adam.lr=7.5e-7
+    rollout.temperature=0.85 data.max_len=1555 rollout.max_new_tokens=1234 rollout.n_samples_per_prompt=15
+    rollout.batch_size=22 train.batch_size=30 train.max_epochs=5 train.num_episodes=6 ckpt.save_steps=17 eval.steps=19
+    eval.n_samples_per_prompt=23
+""")
 # Where training and rollout take turns on the same GPUs, with an engine on each.
-SHARED = dict(GPUS_PER_NODE=10, MAX_TOKENS=4321)
-SHARED_FLAGS = {"actor.num_gpus_per_node": "10", "train.max_tokens_per_gpu": "4321", "vllm.num_engines": "30"}
+SHARED = "GPUS_PER_NODE=10 MAX_TOKENS=4321"
+SHARED_FLAGS = "actor.num_gpus_per_node=10 train.max_tokens_per_gpu=4321 vllm.num_engines=30"
 # By recipe: its further variables, and their flags. A ring decides its own MAX_TOKENS, and GPUs that only train or only
 # roll out have their own variables: there, the shared variable changes no flag.
 RECIPES = {
     "qwen7b": (SHARED, SHARED_FLAGS),
-    "octothinker3b": (SHARED | dict(TEMPLATE="Unusual: {}"), SHARED_FLAGS | {"data.input_template": "Unusual: {}"}),
+    "octothinker3b": (f"{SHARED} TEMPLATE='Unusual: {{}}'", f"{SHARED_FLAGS} data.input_template='Unusual: {{}}'"),
     "partial": (
-        SHARED | dict(BUDGET=99, OVERSAMPLE="1.75"),
-        SHARED_FLAGS | {"partial.token_budget": "99", "partial.oversample": "1.75"},
+        f"{SHARED} BUDGET=99 OVERSAMPLE=1.75",
+        f"{SHARED_FLAGS} partial.token_budget=99 partial.oversample=1.75",
     ),
     "qwen32b": (
-        SHARED | dict(TENSOR_PARALLEL=2, RING_ATTN=4),
-        {
-            "actor.num_gpus_per_node": "10",
-            "vllm.num_engines": "15",
-            "vllm.tensor_parallel_size": "2",
-            "ds.ring_attn_size": "4",
-            "train.max_tokens_per_gpu": "389",  # 1555 tokens on 4 GPUs
-        },
+        f"{SHARED} TENSOR_PARALLEL=2 RING_ATTN=4",  # 1555 tokens on 4 GPUs
+        "actor.num_gpus_per_node=10 vllm.num_engines=15 vllm.tensor_parallel_size=2 ds.ring_attn_size=4 "
+        "train.max_tokens_per_gpu=389",
     ),
     "async_partial": (
-        SHARED | dict(ACTOR_GPUS_PER_NODE=9, ENGINES=14, QUEUE=8),
-        {
-            "actor.num_gpus_per_node": "9",
-            "vllm.num_engines": "14",
-            "train.max_tokens_per_gpu": "4321",
-            "train.async_queue_size": "8",
-        },
+        f"{SHARED} ACTOR_GPUS_PER_NODE=9 ENGINES=14 QUEUE=8",
+        "actor.num_gpus_per_node=9 vllm.num_engines=14 train.max_tokens_per_gpu=4321 train.async_queue_size=8",
     ),
 }
 
@@ -98,7 +65,7 @@ def command_of(script: str, **environment) -> dict[str, str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_variable_of_a_recipe_is_in_its_flag(recipe):
-    own, own_flags = RECIPES[recipe]
+    own, own_flags = map(words, RECIPES[recipe])
     expected = FLAGS | own_flags
     usual, unusual = command_of(recipe), command_of(recipe, **UNUSUAL | own)
     assert {name: unusual.get(name) for name in expected} == expected

@@ -487,7 +487,7 @@ def test_a_saved_pool_has_two_columns_per_tensor_under_the_names_of_the_format(t
     columns = (
         "tokens:int32",
         "action_mask:bool",
-        "behaviour_log_probs:float32",
+        "behavior_log_probs:float32",
         "versions:int32",
         "advantages:float32",
     )

@@ -12,8 +12,8 @@ from patience import PATIENCE
 from test_failures import ARGS
 
 from openrlhf_bapo.cli import train_ppo_ray
-from openrlhf_bapo.command import cluster, interrupts, threads
-from openrlhf_bapo.command.threads import end_threads, is_ending, start_thread
+from openrlhf_bapo.run import cluster, interrupts, threads
+from openrlhf_bapo.run.threads import end_threads, is_ending, start_thread
 
 
 def end_of_a_run() -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pipeline
 import pytest
 
-from openrlhf_bapo.command.arguments import parse
-from openrlhf_bapo.command.failures import describe_failure
+from openrlhf_bapo.flags.arguments import parse
 from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
+from openrlhf_bapo.run.failures import describe_failure
 
 STATES = {
     "0": dict(ds__zero_stage=0),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.rules.clip_config import (
     AVERAGES,
     CONTRIBUTIONS,

@@ -7,8 +7,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from openrlhf_bapo.command.input_files import ENCODING, json_rows, warn
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.flags.input_files import ENCODING, json_rows, warn
+from openrlhf_bapo.flags.mistakes import FlagError
 
 _EXACT = 2**53  # a float64 holds integers up to here
 _MAY_BE_A_DATE = re.compile(r"\s*[+-]?\d{4}-\d")

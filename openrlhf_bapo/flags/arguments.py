@@ -5,10 +5,10 @@ import runpy
 import sys
 from collections.abc import Callable
 
-from openrlhf_bapo.command import checks
-from openrlhf_bapo.command.flags import add_flags, check_flags, resolve_flags
-from openrlhf_bapo.command.input_files import warn
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags import checks
+from openrlhf_bapo.flags.input_files import warn
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.train_flags import add_flags, check_flags, resolve_flags
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu
 from openrlhf_bapo.openrlhf.replay_checkpoint import find_whole_checkpoint
@@ -34,8 +34,7 @@ def run_upstream(
         start: called after OpenRLHF's checks, before it starts Ray.
         depth: how far our checks go, as in `checks.check`.
     """
-    ours = check_flags(argv)
-    early = checks.load_early(ours) if depth >= checks.FILES else []
+    check_flags(argv)
     register()
     import ray
 
@@ -51,7 +50,7 @@ def run_upstream(
             vars(parsed)["ds.param_dtype"] = "fp32"  # many CPUs multiply bf16 matrices in scalar code
         try:
             resolve_flags(parsed, given)
-            checks.check(parsed, given, depth, early)
+            checks.check(parsed, given, depth)
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
             if depth == checks.MACHINE:
@@ -79,8 +78,6 @@ def run_upstream(
     finally:
         argparse.ArgumentParser.parse_args, sys.argv = upstream_parse_args, upstream_argv
         ray.is_initialized = upstream_is_initialized
-        for file in early:
-            file.end()
 
 
 def _parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, set[str]]:

@@ -10,10 +10,11 @@ import signal
 from argparse import Namespace
 from pathlib import Path
 
-from openrlhf_bapo.command.summary import describe_training
+from openrlhf_bapo.flags.input_files import nearest_folder
 from openrlhf_bapo.openrlhf.interrupts import Interrupted
 from openrlhf_bapo.openrlhf.replay_checkpoint import newest_whole_checkpoint
 from openrlhf_bapo.openrlhf.run_counts import NothingTrained
+from openrlhf_bapo.run.summary import describe_training
 
 PROCESSES = {
     "RolloutRayActor": "a rollout engine",
@@ -83,14 +84,6 @@ def _process(text: str) -> str:
     name = found.get("class_name") or next((name for name in PROCESSES if name in text), "")
     which = [*filter(None, [name]), *(f"{key} {found[key]}" for key in ("pid", "ip") if key in found)]
     return PROCESSES.get(name, "a Ray actor, or its node's raylet,") + (f" ({', '.join(which)})" if which else "")
-
-
-def nearest_folder(folder: str | Path) -> Path:
-    """Return the folder, or its nearest ancestor that exists."""
-    there = Path(folder).absolute()
-    while not there.exists():
-        there = there.parent
-    return there
 
 
 def _full_disk(folder: str, args: dict) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import wrapt
 
-from openrlhf_bapo.command.threads import is_ending, start_thread
 from openrlhf_bapo.openrlhf.interrupts import Interrupted, interrupt_trainer, is_training
+from openrlhf_bapo.run.threads import is_ending, start_thread
 
 _FAILED = signal.SIGUSR1
 """Sent by a thread of this process to its main thread, which waits for Ray."""

@@ -12,10 +12,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import openrlhf_bapo
-from openrlhf_bapo.command.checks import describe_gpus, gpu_groups, largest_group
-from openrlhf_bapo.command.mistakes import exit_with_one_line
-from openrlhf_bapo.command.threads import is_ending, start_thread
+from openrlhf_bapo.flags.checks import describe_gpus, gpu_groups, largest_group
+from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.openrlhf.interrupts import is_training
+from openrlhf_bapo.run.threads import is_ending, start_thread
 
 EVERY, PATIENCE = 60.0, 300.0
 """Seconds between two looks at the cluster, and seconds that a node may take to answer."""

@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.flags.mistakes import FlagError
 
 LOAD_LIMIT = 300
 """Seconds that the import of a reward-function or agent file may take."""
@@ -456,54 +456,32 @@ def _check_weights(where: str, folder: Path) -> None:
 # Rewards and agents.
 
 
-class LoadedFile:
-    """A user's Python file that loads in a separate process, so that it may hang or exit."""
+@contextlib.contextmanager
+def loading(flag: str, file: str, name: str) -> Iterator[None]:
+    """Load a user's Python file beside the body of `with`, in another process, since it may hang, exit or fork.
 
-    def __init__(self, flag: str, file: str, name: str) -> None:
-        self.what = flag, file, name
-        # Not a pipe, which would stay open with the file's children.
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        code = _LOAD.format(use=_USES[name], loaded=_LOADED)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code, file, name],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
-        )
-
-    def finish(self) -> None:
-        """Wait until the file is loaded; refuse one that cannot be, or takes longer than `LOAD_LIMIT`."""
-        flag, file, name = self.what
-        where, allowed = f"{flag} {file}", f"allowed: a file that defines {name}"
+    After the body, a file that cannot be loaded, lacks `name`, or takes longer than `LOAD_LIMIT` is refused. `name` is
+    "reward_func" or "AgentExecutor". An engine would wait for such a file forever.
+    """
+    where, allowed = f"{flag} {file}", f"allowed: a file that defines {name}"
+    program = [sys.executable, "-c", _LOAD.format(use=_USES[name], loaded=_LOADED), file, name]
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # not a pipe, which stays open with its children
+        nothing = subprocess.DEVNULL
+        process = subprocess.Popen(program, stdin=nothing, stdout=nothing, stderr=errors, start_new_session=True)
         try:
-            code = self._process.wait(LOAD_LIMIT)
+            yield
+            code = process.wait(LOAD_LIMIT)
         except subprocess.TimeoutExpired:
             raise FlagError(f"{where}: is still loading after {LOAD_LIMIT} s; {allowed}") from None
-        if code == _LOADED:
-            return
-        self._errors.seek(0)
-        said = [line.strip() for line in self._errors.read().split("\n") if line.strip()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        said = [line.strip() for line in errors.read().split("\n") if line.strip()]
+    if code != _LOADED:
         reason = said[-1] if said else f"it exits with {code}"
         raise FlagError(f"{where}: cannot be loaded ({reason}); {allowed}")
-
-    def end(self) -> None:
-        """End the file's processes, if any are left; a second call does nothing."""
-        if self._errors.closed:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._errors.close()
-
-
-def try_file(flag: str, file: str, name: str) -> None:
-    """Load a file that must define `name`, "reward_func" or "AgentExecutor"; an engine would wait for it forever."""
-    loading = LoadedFile(flag, file, name)
-    try:
-        loading.finish()
-    finally:
-        loading.end()
 
 
 def check_python_file(flag: str, file: str, allowed: str) -> None:
@@ -532,3 +510,11 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # not a port
         return False
+
+
+def nearest_folder(folder: str | Path) -> Path:
+    """Return the folder, or its nearest ancestor that exists."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    return there

@@ -1,14 +1,14 @@
 """Our flags beside OpenRLHF's: their definitions, their checks before anything starts, and their resolved values."""
 
 import argparse
-import math
 from argparse import Namespace
 from collections.abc import Sequence, Set
 from dataclasses import fields
 from typing import Any
 
-from openrlhf_bapo.command.loss_flags import add_loss_flags, resolve_loss_flags
-from openrlhf_bapo.command.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.loss_flags import add_loss_flags, resolve_loss_flags
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
+from openrlhf_bapo.flags.values import check_values
 from openrlhf_bapo.offpolicy.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.offpolicy.replay_pool import STRATEGIES, ReplayConfig
 from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
@@ -126,16 +126,10 @@ def _add_settings_flags(group: argparse._ArgumentGroup, name: str) -> None:
 
 
 def check_flags(argv: list[str]) -> Namespace:
-    """Refuse mistakes in our flags alone, before OpenRLHF's slow imports; a mistake exits with code 2.
-
-    Returns:
-        Our flags, and those of OpenRLHF's that name a Python file, for `checks.load_early`; flat, names with dots.
-    """
+    """Return our flags, flat; a mistake in them alone exits with code 2, before OpenRLHF's slow imports."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = exit_with_one_line
     add_flags(parser, argv)
-    parser.add_argument("--train.agent_func_path")
-    parser.add_argument("--reward.remote_url")
     args = parser.parse_known_args(argv)[0]
     try:
         resolve_flags(args)
@@ -152,9 +146,9 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
         given_names: the flags of OpenRLHF's on the command line.
     """
     values = vars(args)
+    check_values(values)
     policy_loss = args.policy_loss or values.get("actor.policy_loss_type", "ppo")
     policy_loss = resolve_loss_flags(values, policy_loss)
-    _check_run(values)
     _resolve_lag(values)
     _fill_in_objective(values, policy_loss, given_names)
     _check_off_policy(values, policy_loss)
@@ -169,24 +163,8 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
         values["actor.entropy_coef"] = 0.0  # logs the entropy, which a clip rule should keep; no bonus
 
 
-def _check_run(values: dict) -> None:
-    for name, allowed, holds in (
-        ("bapo.max_skipped_updates", "0 or more", lambda value: value >= 0),
-        ("reward_fault.patience", "0 or more seconds", lambda value: 0 <= value < math.inf),
-        ("reward_fault.timeout", "seconds above 0", lambda value: 0 < value < math.inf),
-        ("reward_fault.max_drop_rate", "from 0, below 1", lambda value: 0 <= value < 1),
-    ):
-        if not holds(value := values[name]):
-            raise FlagError(f"--{name} {value:g}: allowed: {allowed}")
-    if values["eval.at_start"] and values.get("train.async_enable"):
-        raise FlagError("--eval.at_start: allowed only without --train.async_enable")
-
-
 def _check_dump_tokens(values: dict, policy_loss: str) -> None:
-    every = values["bapo.dump_tokens"] or 0
-    if every < 0:
-        raise FlagError(f"--bapo.dump_tokens {every}: allowed: a number of global steps, or 0 (off)")
-    if every and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
+    if (every := values["bapo.dump_tokens"]) and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
         allowed = "--policy_loss bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base"
         reason = f"needs the ratio and the staleness of each token; allowed with {allowed}; this run has {policy_loss}"
         raise FlagError(f"--bapo.dump_tokens {every}: {reason}")
@@ -196,8 +174,6 @@ def _resolve_lag(values: dict) -> None:
     """Turn a lag into a token budget that is never used up. Its rollouts then wait like unfinished responses."""
     if not (lag := values["offpolicy.lag"]):
         return
-    if lag < 0:
-        raise FlagError(f"--offpolicy.lag {lag}: allowed: a number of rollouts, 0 or more")
     if values.get("train.async_enable"):
         raise FlagError(f"--offpolicy.lag {lag}: allowed only without --train.async_enable, which has its own queue")
     for field in fields(PartialConfig):
@@ -316,5 +292,3 @@ def _check_off_policy(values: dict, policy_loss: str) -> None:
     for flag, is_given in needs_tokens.items():
         if is_given and policy_loss == "gspo":
             raise FlagError(f"{flag}: allowed with every --policy_loss but gspo")
-    if values["partial.token_budget"] and values.get("train.agent_func_path"):
-        raise FlagError(f"{source}: cannot keep an agent's turns; allowed without --train.agent_func_path")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 
-from openrlhf_bapo.command.input_files import listed
-from openrlhf_bapo.command.mistakes import shown
+from openrlhf_bapo.flags.input_files import listed
+from openrlhf_bapo.flags.mistakes import shown
 from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule
 
 _ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
@@ -128,6 +128,8 @@ def _clashes_of_token_budget(args: Namespace) -> Problems:
     flag, size = "offpolicy.lag" if args.offpolicy.lag else "partial.token_budget", args.rollout.batch_size
     if args.data.max_images_per_prompt:
         yield flag, "allowed without --data.max_images_per_prompt"
+    if args.train.agent_func_path:
+        yield flag, "cannot keep an agent's turns; allowed without --train.agent_func_path"
     if (args.rollout.vllm_generate_batch_size or 0) > size:
         reason = f"{_shown(args, flag)} decides how many prompts are in flight"
         yield "rollout.vllm_generate_batch_size", f"{reason}; allowed: --rollout.batch_size {size}"
@@ -189,6 +191,10 @@ def _clashes_of_data(args: Namespace) -> Problems:
     if args.eval.dataset and not (args.reward.remote_url or args.train.agent_func_path):
         sources = "--reward.remote_url or --train.agent_func_path, not with a reward model"
         yield "eval.dataset", f"OpenRLHF evaluates with {sources}"
+    if args.eval.at_start and not args.eval.dataset:
+        yield "eval.at_start", "does nothing without --eval.dataset"
+    if args.eval.at_start and args.train.async_enable:
+        yield "eval.at_start", "allowed only without --train.async_enable"
     if data.prompt_probs is not None:
         num_sets = len(listed(data.prompt_dataset))
         probabilities = []

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.command.input_files import ENCODING, check_model, check_row, is_reward_file, json_value, model_length
-from openrlhf_bapo.command.labels import warn_of_labels
-from openrlhf_bapo.command.mistakes import FlagError
+from openrlhf_bapo.flags.input_files import ENCODING, check_model, check_row, is_reward_file, json_value, model_length
+from openrlhf_bapo.flags.labels import warn_of_labels
+from openrlhf_bapo.flags.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
 from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu, runtime_env, start_ray_at_equal_priority

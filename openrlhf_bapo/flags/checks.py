@@ -5,9 +5,7 @@ A mistake costs seconds here. Found by an engine, it costs minutes, or the run w
 
 import contextlib
 import importlib.util
-import math
 import os
-import re
 import socket
 import tempfile
 from argparse import Namespace
@@ -16,11 +14,8 @@ from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
-from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.failures import nearest_folder
-from openrlhf_bapo.command.flags import SETTINGS, source_of_staleness
-from openrlhf_bapo.command.input_files import (
-    LoadedFile,
+from openrlhf_bapo.flags.clashes import find_clashes, num_actor_gpus
+from openrlhf_bapo.flags.input_files import (
     check_model,
     check_python_file,
     check_rows,
@@ -30,86 +25,18 @@ from openrlhf_bapo.command.input_files import (
     is_reward_file,
     listed,
     listed_with_folders,
+    loading,
     model_length,
+    nearest_folder,
     warn,
 )
-from openrlhf_bapo.command.labels import check_labels
-from openrlhf_bapo.command.mistakes import FlagError, shown
+from openrlhf_bapo.flags.labels import check_labels
+from openrlhf_bapo.flags.mistakes import FlagError
+from openrlhf_bapo.flags.train_flags import SETTINGS, source_of_staleness
 from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
 
 FLAGS, FILES, MACHINE = range(3)
 """Depths of `check`: the flags; also the files that they name; also this machine, where data and models must exist."""
-
-_NUMBERS = (
-    (
-        "1 or more",
-        lambda v: v >= 1,
-        "actor.num_nodes actor.num_gpus_per_node vllm.num_engines vllm.tensor_parallel_size ds.tensor_parallel_size "
-        "ds.ring_attn_size ds.ring_attn_head_stride ds.zpg data.max_samples rollout.max_new_tokens rollout.batch_size "
-        "rollout.vllm_generate_batch_size rollout.n_samples_per_prompt rollout.micro_batch_size "
-        "rollout.max_tokens_per_gpu train.batch_size train.micro_batch_size train.max_tokens_per_gpu train.max_epochs "
-        "train.num_episodes train.async_queue_size eval.n_samples_per_prompt logger.logging_steps ckpt.max_num "
-        "algo.kl.horizon ds.lora.alpha",
-    ),
-    ("2 or more, for prompt and response", lambda v: v >= 2, "data.max_len"),
-    ("0 or more", lambda v: v >= 0, "data.dataloader_num_workers data.max_images_per_prompt ds.lora.rank"),
-    ("-1 (never), or 1 or more", lambda v: v == -1 or v >= 1, "eval.steps ckpt.save_steps"),
-    ("-1 (none), or more", lambda v: v >= -1, "critic.freezing_steps"),
-    ("from 0 to 2**32 - 1", lambda v: 0 <= v < 2**32, "train.seed"),
-    (
-        "0 or more, and finite",
-        lambda v: 0 <= v < math.inf,
-        "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.adam.weight_decay critic.adam.weight_decay "
-        "actor.max_norm critic.max_norm actor.eps_clip actor.eps_clip_low_high actor.aux_loss_coef algo.kl.init_coef "
-        "reward.overlong_buffer_len reward.overlong_penalty_factor",
-    ),
-    (
-        "above 0, and finite",
-        lambda v: 0 < v < math.inf,
-        "actor.adam.eps critic.adam.eps critic.value_clip algo.kl.target",
-    ),
-    # vLLM takes 0.01 in place of what is between, while the actor divides its logits by what was given.
-    ("from 0.01 to 2", lambda v: 0.01 <= v <= 2, "rollout.temperature"),
-    ("0, or from 0.01 to 2", lambda v: v == 0 or 0.01 <= v <= 2, "eval.temperature"),
-    ("above 0", lambda v: v > 0, "ckpt.max_mem"),
-    ("above 1", lambda v: 1 < v < math.inf, "actor.dual_clip"),
-    ("above 0, up to 1", lambda v: 0 < v <= 1, "rollout.top_p vllm.gpu_memory_utilization"),
-    (
-        "from 0 to 1",
-        lambda v: 0 <= v <= 1,
-        "actor.lr_warmup_ratio critic.lr_warmup_ratio actor.min_lr_ratio critic.min_lr_ratio algo.advantage.lambd "
-        "algo.advantage.gamma train.ema_beta",
-    ),
-    (
-        "from 0, below 1",
-        lambda v: 0 <= v < 1,
-        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum ds.lora.dropout",
-    ),
-    ("up to 1", lambda v: -math.inf < v <= 1, "reward.stop_properly_penalty_coef"),
-    ("a finite number", math.isfinite, "actor.entropy_coef"),
-)
-"""The allowed values, as text and as a test, of OpenRLHF's flags. Our settings' classes check our flags."""
-
-# The schedulers of transformers that work with the arguments that OpenRLHF passes.
-_SCHEDULERS = (
-    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt cosine_with_min_lr "
-    "cosine_warmup_with_min_lr"
-).split()
-
-_TEXTS = (
-    ("0, 1, 2, 3", "[0-3]", "ds.zero_stage"),
-    (", ".join(_SCHEDULERS), "|".join(_SCHEDULERS), "actor.lr_scheduler critic.lr_scheduler"),
-    ("nccl, gloo", "nccl|gloo", "vllm.sync_backend"),
-    ("bf16, fp16, fp32", "bf16|fp16|fp32|bfloat16|float16|float32", "ds.grad_accum_dtype"),
-    (
-        "eager, sdpa, flex_attention, flash_attention_2, flash_attention_3, or a kernel on the hub (OWNER/NAME)",
-        r"eager|sdpa|flex_attention|flash_attention_[23]|[\w.-]+/\S+",
-        "ds.attn_implementation",
-    ),
-    ("none, or a metric of the evaluation (eval_NAME_pass1)", r"|none|eval_\S+", "ckpt.best_metric_key"),
-)
-
-_PAIRS = ("reward.clip_range", "algo.dynamic_filtering_range", "algo.advantage.is_correction_threshold")
 
 _REWARD_SOURCES = {
     "patience": ["reward.remote_url"],
@@ -127,60 +54,35 @@ _PACKAGES = {
 """Packages that flags need, by flag. OpenRLHF's installation may lack them."""
 
 
-def check(args: Namespace, given: set[str], depth: int, early: Iterable[LoadedFile] = ()) -> None:
+def check(args: Namespace, given: set[str], depth: int) -> None:
     """Refuse the first mistake, and warn on stderr of each value that is probably a mistake.
 
     Args:
         args: flat, names with dots; OpenRLHF's flags as it parsed them, ours as `resolve_flags` left them.
         given: names of the flags on the command line.
         depth: `FLAGS`, `FILES` or `MACHINE`. Without `MACHINE`, data and models may be missing.
-        early: the files that `load_early` has started to load.
     """
     from openrlhf.utils.config import hierarchize
 
     nested = hierarchize(args)
-    _check_values(vars(args))
     _check_useless(vars(args), given)
     _refuse_first(find_clashes(nested))
     _warn_of_values(vars(args), given)
     _say_what_the_ratio_is_against(vars(args), nested, given)
     if depth >= FILES:
         is_training = depth == MACHINE
-        loading = list(_start_loading(nested.train.agent_func_path, nested.reward.remote_url, early))
-        try:
+        with _loading(nested.train.agent_func_path, nested.reward.remote_url):
             _check_rows(nested, is_training)
             _check_models(nested, is_training)
             if is_training:
                 _check_machine(nested, vars(args))
                 _check_folders(nested)
                 _check_resume(nested)
-            for file in loading:
-                file.finish()
-        finally:
-            for file in loading:
-                file.end()
 
 
 def _refuse_first(problems: Iterable[str]) -> None:
     for problem in problems:
         raise FlagError(problem)
-
-
-def _check_values(values: dict) -> None:
-    """Refuse a value outside its own range, whatever the other flags are."""
-    for allowed, is_allowed, names in _NUMBERS:
-        for name in names.split():
-            value = values[name]
-            if value is not None and not all(map(is_allowed, value if isinstance(value, list | tuple) else [value])):
-                raise FlagError(f"{shown(name, value)}: allowed: {allowed}")
-    for allowed, pattern, names in _TEXTS:
-        for name in names.split():
-            if values[name] is not None and not re.fullmatch(pattern, str(values[name]), re.DOTALL):
-                raise FlagError(f"--{name} {values[name]}: allowed: {allowed}")
-    for name in _PAIRS:
-        bounds = values[name]
-        if len(bounds) > 1 and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-            raise FlagError(f"{shown(name, bounds)}: allowed: LOW HIGH, LOW below HIGH")
 
 
 def _check_useless(values: dict, given: set[str]) -> None:
@@ -195,8 +97,6 @@ def _check_useless(values: dict, given: set[str]) -> None:
         if f"reward_fault.{name}" in given and not any(values[source] for source in sources):
             value, needed = values[f"reward_fault.{name}"], " or ".join(f"--{source}" for source in sources)
             raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without {needed}")
-    if values["eval.at_start"] and not values["eval.dataset"]:
-        raise FlagError("--eval.at_start: does nothing without --eval.dataset")
 
 
 def _warn_of_values(values: dict, given: set[str]) -> None:
@@ -287,26 +187,14 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
             check_target_modules(args.ds.lora.target_modules, config)
 
 
-def load_early(args: Namespace) -> list[LoadedFile]:
-    """Start to load the command's reward-function or agent file, so that its imports run beside OpenRLHF's.
-
-    `check` refuses a wrong file. The caller must `end` the loaded files. `args` are from `check_flags`.
-    """
-    with contextlib.suppress(FlagError):
-        return list(_start_loading(vars(args)["train.agent_func_path"], vars(args)["reward.remote_url"]))
-    return []
-
-
-def _start_loading(agent: str | None, reward: str | None, early: Iterable[LoadedFile] = ()) -> Iterable[LoadedFile]:
-    """Start to load the reward-function or agent file, if one is given; refuse a value that is neither file nor URL."""
+def _loading(agent: str | None, reward: str | None) -> contextlib.AbstractContextManager[None]:
+    """Load the reward-function or agent file, if one is given; refuse a value that is neither file nor URL."""
     if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
-        what = "--train.agent_func_path", agent, "AgentExecutor"
-    elif reward and is_reward_file("--reward.remote_url", reward):
-        what = "--reward.remote_url", reward, "reward_func"
-    else:
-        return
-    yield next((file for file in early if file.what == what), None) or LoadedFile(*what)
+        return loading("--train.agent_func_path", agent, "AgentExecutor")
+    if reward and is_reward_file("--reward.remote_url", reward):
+        return loading("--reward.remote_url", reward, "reward_func")
+    return contextlib.nullcontext()
 
 
 # The machine.

@@ -9,10 +9,9 @@ from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from openrlhf_bapo.command.checks import gpu_groups
-from openrlhf_bapo.command.clashes import find_clashes, num_actor_gpus
-from openrlhf_bapo.command.failures import nearest_folder
-from openrlhf_bapo.command.input_files import count_rows, model_length, warn
+from openrlhf_bapo.flags.checks import gpu_groups
+from openrlhf_bapo.flags.clashes import find_clashes, num_actor_gpus
+from openrlhf_bapo.flags.input_files import count_rows, model_length, nearest_folder, warn
 from openrlhf_bapo.openrlhf.run_counts import planned_steps
 from openrlhf_bapo.openrlhf.settings import is_decoupled
 from openrlhf_bapo.planning.actor_memory import TrainingSetup, dynamic_batch_tokens, host_terms, training_phases

@@ -1,1 +1,0 @@
-"""The parts of the commands: flags, checks before a run, plans, evaluation, signals and failures."""
