@@ -64,6 +64,12 @@ def search(tokens, config: ClipConfig) -> dict:
         found[f"{contribution}_share"] = positive / (positive + negative) if positive + negative > 0 else math.nan
     signs = [advantage > 0 for _, advantage, _ in tokens if advantage != 0]
     found["positive_token_frac"] = sum(signs) / len(signs) if signs else math.nan
+    clipped = {
+        "positive": [ratio > upper for ratio, advantage, _ in tokens if advantage > 0],
+        "negative": [ratio < lower for ratio, advantage, _ in tokens if advantage < 0],
+    }
+    for sign, of_sign in clipped.items():
+        found[f"clip_frac_{sign}"] = sum(of_sign) / max(len(of_sign), 1)
     return found
 
 

@@ -1,7 +1,7 @@
 """Clip rules: what all of them promise, and that a preset is the same rule in every framework."""
 
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 
 import pipeline
@@ -70,9 +70,9 @@ def random_tokens(dtype=torch.float64) -> Tokens:
     return Tokens(log_probs.to(dtype), behavior.to(dtype), advantages.to(dtype), mask)
 
 
-def closed(rule: ClipRule, *micro_batches) -> UpdateBounds:
-    for token_list in micro_batches:
-        rule.tally(as_tokens(token_list))
+def closed(rule: ClipRule, *micro_batches: Tokens | list) -> UpdateBounds:
+    for each in micro_batches:
+        rule.tally(each if isinstance(each, Tokens) else as_tokens(each))
     return rule.close_update()
 
 
@@ -97,17 +97,10 @@ def test_a_rule_gives_the_same_bounds_and_metrics_however_its_updates_are_split(
 
 
 @of_every_rule
-def test_a_rule_says_whether_it_gives_weights(make):
-    rule = make(ClipConfig())
-    assert rule.has_weights == (rule.weights(random_tokens()) is not None)
-
-
-@of_every_rule
 def test_every_tensor_of_a_rule_follows_the_device_of_the_tokens(make):
     rule = make(ClipConfig())
     rule.of_a_subclass = torch.ones(2)
-    rule.tally(random_tokens())
-    rule.close_update()
+    closed(rule, random_tokens())
     rule.to(torch.device("meta"))
     assert {value.device.type for value in (rule.of_a_subclass, *rule.state_dict().values())} == {"meta"}
 
@@ -147,44 +140,30 @@ def test_a_rule_reads_no_value_on_the_host(make):
 
 
 @of_every_rule
-def test_an_update_is_closed_with_the_tally_that_the_ranks_have_together(make):
-    one, other = [(1.1, 1.0, 1.0)], [(0.9, -2.0, 1.0), (1.3, 0.5, 1.0)]
-    alone, ranked = make(ClipConfig()), make(ClipConfig())
-    of_other = make(ClipConfig())
-    of_other.tally(as_tokens(other))
-    expected = closed(alone, one, other)
-    ranked.tally(as_tokens(one))
-    found = ranked.close_update(lambda tally: tally + of_other._sums)
-    assert bounds_metrics([found]) == pytest.approx(bounds_metrics([expected]))
-
-
-@of_every_rule
 def test_values_under_a_mask_of_0_may_be_anything(make):
     clean = random_tokens()
     active = clean.weight > 0
     garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e300]).repeat(12).view(4, 12)
     columns = (clean.log_probs, clean.behavior_log_probs, clean.advantages)
     dirty = Tokens(*(torch.where(active, x, garbage.roll(i)) for i, x in enumerate(columns)), clean.weight)
-    rules, metrics = [make(ClipConfig()), make(ClipConfig())], []
-    for rule, tokens_ in zip(rules, (clean, dirty), strict=True):
-        rule.tally(tokens_)
-        metrics.append(bounds_metrics([rule.close_update()]))
+    metrics, weights = [], []
+    for tokens_ in (clean, dirty):
+        rule = make(ClipConfig())
+        metrics.append(bounds_metrics([closed(rule, tokens_)]))
+        weights.append(rule.gradient_weights(tokens_)[active])
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-12, nan_ok=True)
-    found = [rule.gradient_weights(x)[active] for rule, x in zip(rules, (clean, dirty), strict=True)]
-    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=0)
 
 
 @of_every_rule
 def test_float32_tokens_give_the_bounds_and_weights_of_float64(make):
-    rules, found = [make(ClipConfig()), make(ClipConfig())], []
-    for rule, dtype in zip(rules, (torch.float64, torch.float32), strict=True):
-        tokens_ = random_tokens(dtype)
-        rule.tally(tokens_)
-        metrics = bounds_metrics([rule.close_update()])
-        assert rule.gradient_weights(tokens_).dtype == dtype
-        found.append((metrics, rule.gradient_weights(tokens_).double()))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5, nan_ok=True)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=0)
+    rules = make(ClipConfig()), make(ClipConfig())
+    both = random_tokens(torch.float64), random_tokens(torch.float32)
+    metrics = [bounds_metrics([closed(rule, tokens_)]) for rule, tokens_ in zip(rules, both, strict=True)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, nan_ok=True)
+    double, single = (rule.gradient_weights(tokens_) for rule, tokens_ in zip(rules, both, strict=True))
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(double, single.double(), rtol=1e-5, atol=0)
     assert_same_state(*rules, rtol=1e-5)
 
 
@@ -210,8 +189,7 @@ def test_every_rule_has_its_shares_for_every_type_and_number_of_tokens_and_the_l
         columns = (x.to(dtype) for x in (log_probs, behavior, advantages, torch.ones(1, size)))
         tokens_, rule = Tokens(*columns), make(ClipConfig())
         for _ in range(2):
-            rule.tally(tokens_)
-            used = rule.close_update().used
+            used = closed(rule, tokens_).used
             for share in (used.positive_share, used.surrogate_share, used.gradient_share):
                 assert 0 <= float(share) <= 1, (size, used)
             assert bool(rule.gradient_weights(tokens_).isfinite().all())
@@ -219,17 +197,14 @@ def test_every_rule_has_its_shares_for_every_type_and_number_of_tokens_and_the_l
 
 @of_every_rule
 def test_an_update_with_a_value_that_is_not_finite_leaves_no_trace(make):
-    tokens_ = random_tokens()
-    log_probs = tokens_.log_probs.clone()
-    log_probs[2, 0] = math.nan
-    other = Tokens(tokens_.log_probs - 0.3, tokens_.behavior_log_probs, tokens_.advantages, tokens_.weight)
+    first = random_tokens()
+    stain = replace(first, log_probs=first.log_probs.clone())
+    stain.log_probs[2, 0] = math.nan
+    last = replace(first, log_probs=first.log_probs - 0.3)
     stained, clean = make(ClipConfig()), make(ClipConfig())
-    for part in (tokens_, replace(tokens_, log_probs=log_probs), other):
-        stained.tally(part)
-        stained.close_update()
-    for part in (tokens_, other):
-        clean.tally(part)
-        clean.close_update()
+    for rule, updates_ in ((stained, (first, stain, last)), (clean, (first, last))):
+        for update in updates_:
+            closed(rule, update)
     assert_same_state(stained, clean, rtol=1e-12)
     assert all(bool(value.isfinite().all()) for value in stained.state_dict().values())
 
@@ -258,7 +233,7 @@ def test_searched_bounds_are_those_of_the_search_on_their_own_update(token_list,
     update = closed(rule, token_list)
     expected = find_clip_bounds(as_tokens(token_list).ratio, *as_tensors(token_list)[1:], config)
     assert update.used is update.found
-    assert [float(x) for x in astuple(update.used)] == pytest.approx([float(x) for x in astuple(expected)], nan_ok=True)
+    torch.testing.assert_close(vars(update.used), vars(expected), equal_nan=True)
     assert bounds_of(rule) == (float(expected.lower), float(expected.upper))
 
 
@@ -273,14 +248,10 @@ def test_fixed_bounds_stay_and_have_no_search_in_their_metrics():
     assert not rule.needs_tally_first and not rule.searches
 
 
-def test_steady_bounds_without_smoothing_are_refused():
-    with pytest.raises(ValueError, match="smoothing None is not allowed"):
-        SteadyBounds(ClipConfig())
-
-
 @of_every_rule
-def test_a_rule_says_whether_it_solves_for_its_bounds_and_whether_they_follow_earlier_updates(make):
+def test_a_rule_says_whether_it_has_weights_solves_for_its_bounds_and_follows_earlier_updates(make):
     rule = make(ClipConfig())
+    assert rule.has_weights == (rule.weights(random_tokens()) is not None)
     assert rule.searches == (not isinstance(rule, FixedBounds | DivergenceBounds | TaperedWeights))
     assert (closed(rule, [(1.1, 1.0, 1.0)]).found is not None) == isinstance(rule, SearchedBounds | SteadyBounds)
     for ratio in (0.2, 3.0):
@@ -291,10 +262,12 @@ def test_a_rule_says_whether_it_solves_for_its_bounds_and_whether_they_follow_ea
     assert not (rule.follows_updates and rule.needs_tally_first)
 
 
-@pytest.mark.parametrize("bounds", [(1.1, 1.2), (0.8, 0.9), (float("nan"), 1.2)])
-def test_fixed_bounds_that_leave_1_outside_are_refused(bounds):
-    with pytest.raises(ValueError, match="must satisfy lower <= 1 <= upper"):
-        FixedBounds(*bounds)
+def test_steady_bounds_without_smoothing_and_fixed_bounds_that_leave_1_outside_are_refused():
+    with pytest.raises(ValueError, match="smoothing None is not allowed"):
+        SteadyBounds(ClipConfig())
+    for bounds in ((1.1, 1.2), (0.8, 0.9), (math.nan, 1.2)):
+        with pytest.raises(ValueError, match="must satisfy lower <= 1 <= upper"):
+            FixedBounds(*bounds)
 
 
 @pytest.mark.parametrize("log_ratio", [25.0, -25.0])

@@ -11,7 +11,7 @@ import pytest
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.planning.checkpoints import replay_term
 from openrlhf_bapo.planning.model_shape import ModelShape
-from openrlhf_bapo.run.failures import describe_failure
+from openrlhf_bapo.run import failures
 from openrlhf_bapo.run.plan import disk_terms, disk_warnings, read_shape
 
 
@@ -82,7 +82,7 @@ def test_a_plan_gives_the_size_of_checkpoints_and_warns_if_it_exceeds_the_free_s
     assert warning.startswith(f"openrlhf-bapo: warning: --ckpt.path {directory}/ckpt: a run writes 1")
 
 
-def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path):
+def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     args = {"ckpt.path": str(tmp_path), "ckpt.output_dir": str(model), "logger.tensorboard_dir": None}
@@ -92,13 +92,8 @@ def test_a_full_disk_is_named_with_the_size_of_a_checkpoint(tmp_path):
             (tmp_path / kind / f"global_step{step}").mkdir(parents=True)
             (tmp_path / kind / f"global_step{step}/file").write_bytes(bytes(step * size))
     (tmp_path / "_actor/latest").write_text("global_step2")
-    from openrlhf_bapo.run import failures
-
-    little, failures._LITTLE_SPACE = failures._LITTLE_SPACE, math.inf  # any disk counts as full
-    try:
-        ended, _ = describe_failure(RuntimeError("iostream error"), args, [])
-    finally:
-        failures._LITTLE_SPACE = little
+    monkeypatch.setattr(failures, "_LITTLE_SPACE", math.inf)  # any disk counts as full
+    ended, _ = failures.describe_failure(RuntimeError("iostream error"), args, [])
     free = r"is full \([\d,]+ bytes free"
     assert re.search(
         rf"; the disk of {tmp_path} {free}; a checkpoint takes 1,514\); the disk of {model} {free}\)$", ended

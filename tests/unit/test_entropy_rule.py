@@ -61,13 +61,13 @@ def as_rule_and_tokens(token_list) -> tuple[GivenWeights, Tokens]:
     return GivenWeights(weights), Tokens(log_probs, log_probs - ratio.log(), advantages, weight)
 
 
-def metrics_of(*micro_batches, all_reduce=None) -> dict[str, float]:
+def metrics_of(*micro_batches) -> dict[str, float]:
     """Return the metrics of one update."""
     rule = EntropyRule()
     for token_list in micro_batches:
         rule.tally(*as_rule_and_tokens(token_list))
     rule.close_update()
-    return rule.take_metrics(all_reduce)
+    return rule.take_metrics()
 
 
 def place_of(log_prob: float) -> float:
@@ -130,19 +130,6 @@ def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
     torch.testing.assert_close(tally_entropy(*two_dim), plain, rtol=1e-9, atol=1e-9)
 
 
-@given(trained_tokens(min_size=1))
-@example(OF_EVERY_KIND)
-def test_quadrants_have_the_signs_of_table_4_and_trained_ones_add_up_to_the_prediction(token_list):
-    found = {name.removeprefix("entropy/"): value for name, value in metrics_of(token_list).items()}
-    if math.isnan(found["predicted_change"]):
-        return
-    for fate in FATES:
-        assert found[f"positive_high_{fate}"] <= 0 <= found[f"positive_low_{fate}"]
-        assert found[f"negative_low_{fate}"] <= 0 <= found[f"negative_high_{fate}"]
-    trained = [found[f"{quadrant}_trained"] for quadrant in QUADRANTS]
-    assert found["predicted_change"] == pytest.approx(sum(trained), abs=1e-9 * sum(map(abs, trained)))
-
-
 def test_metrics_are_means_over_updates_and_an_update_without_tokens_does_not_count():
     updates, rule = (OF_EVERY_KIND[:60], OF_EVERY_KIND[60:], []), EntropyRule()
     for update in updates:
@@ -179,25 +166,6 @@ def test_a_tally_of_log_probs_with_a_gradient_has_no_gradient():
     assert not tally_entropy(log_probs, log_probs.exp(), *torch.ones(3, 3)).requires_grad
 
 
-def metrics_of_a_rank(rank: int, num_ranks: int, port: int, token_list) -> dict[str, float]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-
-    def all_reduce(tallies: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tallies)
-        return tallies
-
-    half = len(token_list) // num_ranks
-    own = token_list[half * rank : half * (rank + 1)]
-    reduced = metrics_of(own, all_reduce=all_reduce)
-    assert metrics_of(own) != reduced
-    return reduced
-
-
-def test_every_rank_of_a_group_has_the_metrics_of_all_its_tokens(tmp_path):
-    for found in pipeline.run_in_ranks(tmp_path, metrics_of_a_rank, 2, OF_EVERY_KIND):
-        assert found == pytest.approx(metrics_of(OF_EVERY_KIND))
-
-
 def loss_metrics(micro_batches, group=None) -> dict[str, float]:
     loss = BapoPolicyLoss(rule=FixedBounds(0.8, 1.2), group=group)
     for each in micro_batches:
@@ -213,9 +181,8 @@ def loss_metrics_of_a_rank(rank: int, num_ranks: int, port: int, micro_batches) 
 
 def test_the_losses_of_a_group_of_ranks_predict_from_the_tokens_of_all(tmp_path):
     micro_batches = presets.make_updates()[0]
-    expected = pytest.approx(loss_metrics(micro_batches))
     for found in pipeline.run_in_ranks(tmp_path, loss_metrics_of_a_rank, len(micro_batches), micro_batches):
-        assert found == expected
+        assert found == pytest.approx(loss_metrics(micro_batches))
 
 
 # ---- Against softmax policies, whose entropy is known ----
@@ -237,35 +204,26 @@ def entropy_slope(logits: torch.Tensor, step: torch.Tensor) -> float:
     return float(torch.func.jvp(entropy, (logits,), (step,))[1])
 
 
-def changes_of(logits: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor, weights=None) -> torch.Tensor:
+def changes_of(logits: torch.Tensor, behavior: torch.Tensor, advantages: torch.Tensor, weights=1.0) -> torch.Tensor:
     """Return `entropy_changes` with every action as a token, weighted by its probability under the behavior policy.
 
-    `weights`: w of each action; None: its ratio.
+    `weights`: w of each action, as a multiple of its ratio.
     """
     log_probs, behavior_log_probs = logits.log_softmax(0), behavior.log_softmax(0)
     ratio = (log_probs - behavior_log_probs).exp()
-    weights = ratio if weights is None else weights * ratio
-    return entropy_changes(tally_entropy(log_probs, ratio, advantages, weights, behavior_log_probs.exp()))
+    return entropy_changes(tally_entropy(log_probs, ratio, advantages, weights * ratio, behavior_log_probs.exp()))
 
 
-@given(numbers, numbers, numbers, kept)
-def test_the_prediction_is_the_slope_of_the_entropy_along_advantages_of_the_tokens_trained_on(
-    logits, behavior, advantages, kept
+@given(numbers, numbers, numbers, kept, st.sampled_from([0.3, 1.0, 2.0]))
+def test_the_prediction_is_the_slope_of_the_entropy_along_weighted_advantages_of_the_tokens_trained_on(
+    logits, behavior, advantages, kept, weight
 ):
-    trained, left_out = changes_of(logits, behavior, advantages, kept.double()).sum(1).tolist()
-    assert trained == pytest.approx(entropy_slope(logits, advantages * kept), abs=1e-9)
+    trained, left_out = changes_of(logits, behavior, advantages, weight * kept.double()).sum(1).tolist()
+    assert trained == pytest.approx(entropy_slope(logits, weight * advantages * kept), abs=1e-9)
     assert left_out == pytest.approx(entropy_slope(logits, advantages * ~kept), abs=1e-9)
     eta = 1e-4  # the entropy itself, after a small step
-    change = entropy(logits + eta * advantages * kept) - entropy(logits)
-    assert float(change) == pytest.approx(eta * trained, abs=100 * eta**2)
-
-
-@given(numbers, numbers, numbers, numbers)
-def test_the_prediction_scales_each_advantage_by_the_weight_of_a_rule_against_the_ratio(
-    logits, behavior, advantages, weights
-):
-    trained = changes_of(logits, behavior, advantages, weights.abs() + 0.1).sum(1)[0]
-    assert float(trained) == pytest.approx(entropy_slope(logits, advantages * (weights.abs() + 0.1)), abs=1e-9)
+    change = entropy(logits + eta * weight * advantages * kept) - entropy(logits)
+    assert float(change) == pytest.approx(eta * trained, abs=400 * eta**2)
 
 
 @given(numbers, st.integers(0, NUM_ACTIONS - 1), st.sampled_from([-1.0, 1.0]))
@@ -281,11 +239,6 @@ def test_a_step_on_one_token_moves_the_entropy_as_its_quadrant_says(logits, acti
     assert [name for name, part in zip(QUADRANTS, found.tolist(), strict=True) if part] == [quadrant]
     raises = quadrant in ("positive_low", "negative_high")
     assert (found.sum() > 0) == raises == (entropy_slope(logits, advantages) > 0)
-    # A plain gradient step on the logits, for the tokens whose sign does not depend on the others' probabilities.
-    (gradient,) = torch.func.jacrev(lambda z: z.log_softmax(0)[action : action + 1])(logits)
-    if height < 0 or log_probs.argmax() == action:
-        slope = entropy_slope(logits, advantage * gradient)
-        assert abs(slope) < 1e-9 or (slope > 0) == raises
 
 
 # ---- In OpenRLHF's loss and in TRL's: the gradient of a loss says which tokens it trains on, and by how much ----

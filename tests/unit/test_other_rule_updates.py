@@ -1,13 +1,14 @@
 """--policy_loss m2, divergence, topr and balanced on OpenRLHF's policy actor, float32."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pipeline
 import pytest
 from test_off_policy_actor import LENGTHS, LOG_RATIOS, STALENESS, one_update, share, stale_samples, tokens
 from test_other_rules import exact_threshold, harmful_log_ratios
-from test_update_scope import NUM_UPDATES, SAMPLES, flags, same_updates
+from test_update_scope import GRADIENT, NUM_UPDATES, SAMPLES, flags, same_updates
 
 from openrlhf_bapo.rules.other_rules import RULES
 
@@ -102,9 +103,19 @@ def test_an_update_split_over_ranks_and_micro_batches_is_the_update_of_one(direc
             assert result["status"]["timing/bapo_ratio_forward"] == 2 * (NUM_UPDATES - 1)
 
 
-# ---- Saved and restored ----
+# ---- Saved and restored, BAPO's own steady bounds too ----
 
-AVERAGED = {"m2": dict(m2__half_life=1.5, m2__budget=0.001), "balanced": dict(balanced__half_life=1.5)}
+AVERAGED = {
+    "bapo": GRADIENT | dict(bapo__smoothing=1.5),
+    "m2": dict(m2__half_life=1.5, m2__budget=0.001),
+    "balanced": dict(balanced__half_life=1.5),
+}
+HALF_LIFE = {"bapo": "--bapo.smoothing", "m2": "--m2.half_life", "balanced": "--balanced.half_life"}
+OTHERS = {
+    "bapo": (("--bapo.ratio_upper_max", "2.5"), ("--bapo.smoothing_of", "tally")),
+    "m2": (("--m2.budget", "0.5"),),
+    "balanced": (("--balanced.level", "sequence"),),
+}
 
 
 @pytest.fixture(scope="module", params=AVERAGED)
@@ -122,38 +133,45 @@ def test_a_resumed_run_goes_on_with_the_saved_average(directory, saved):
     (resumed,) = pipeline.train_policy_actors(directory, resume, [SAMPLES])
     metrics = {key: value for key, value in unbroken["status"].items() if key.startswith("bapo/")}
     assert {key: resumed["status"][key] for key in metrics} == pytest.approx(metrics, rel=1e-3)  # m2's grid
-    assert resumed["clamped"][0] == unbroken["clamped"][len(resumed["clamped"])]
+    expected = unbroken["clamped"][len(resumed["clamped"]) :]
+    assert resumed["clamped"][0] == expected[0] and (name != "bapo" or resumed["clamped"] == expected)
     (again,) = pipeline.train_policy_actors(directory, [*resume, "--bapo.discard_saved"], [SAMPLES])
-    if name == "m2":  # no bounds in the first update
-        assert again["clamped"][0] == (0, pytest.approx(math.exp(21)))
-    else:
+    if name == "balanced":
         assert abs(again["status"]["bapo/negative_weight"] - metrics["bapo/negative_weight"]) > 0.01
+    else:  # m2 has no bounds in the first update
+        first = (0.75, 2.1) if name == "bapo" else (0, pytest.approx(math.exp(21)))
+        assert again["clamped"][0] == first != resumed["clamped"][0]
 
 
-def test_an_average_of_another_rule_or_of_other_settings_is_refused_in_one_line(saved, capsys):
+def test_a_state_that_cannot_be_used_is_refused_in_one_line(saved, capsys):
     name, resume, _ = saved
-    other = dict(AVERAGED)
-    other.pop(name)
-    ((loss, _),) = other.items()
+    folder = Path(resume[resume.index("--ckpt.path") + 1]) / "_rule"
+    (file,) = folder.glob("*/groups.safetensors")
+    assert file.parent.name == "global_step1"
 
-    def refused(argv: list[str]) -> str:
+    def refused(*changes: str, argv: list[str] = resume) -> str:
         with pytest.raises(SystemExit) as exit_:
-            pipeline.parse(argv)
+            pipeline.parse([*argv, *changes])
         assert exit_.value.code == 2
-        line = capsys.readouterr().err.splitlines()[-1]
+        *others, line = capsys.readouterr().err.splitlines()
+        assert all(other.startswith("openrlhf-bapo: warning: ") for other in others)
         assert "--bapo.discard_saved" in line
+        pipeline.parse([*argv, *changes, "--bapo.discard_saved"])
         return line
 
     pipeline.parse(resume)
-    pipeline.parse([*resume, f"--{name}.half_life", "7"])
-    pipeline.parse([*resume, f"--{name}.half_life", "0"])  # which wants no state
-    changed = {"m2": ["--m2.budget", "0.5"], "balanced": ["--balanced.level", "sequence"]}[name]
-    assert f"{changed[0]} {changed[1]!r}" in refused([*resume, *changed])
-    kept = [flag for i, flag in enumerate(resume) if not (flag.startswith(f"--{name}.") or is_value(resume, i, name))]
-    assert f"--policy_loss '{loss}'" in refused([*kept, "--policy_loss", loss, f"--{loss}.half_life", "2"])
-    path = Path(resume[resume.index("--ckpt.path") + 1])
-    assert [file.parent.name for file in path.glob("_rule/*/groups.safetensors")] == ["global_step1"]
-
-
-def is_value(argv: list[str], i: int, name: str) -> bool:
-    return i > 0 and argv[i - 1].startswith(f"--{name}.")
+    pipeline.parse([*resume, HALF_LIFE[name], "7"])
+    for flag, value in OTHERS[name]:
+        assert f"{flag} {value!r}" in refused(flag, value)
+    loss = "balanced" if name == "m2" else "m2"
+    own = {i for i, flag in enumerate(resume) if flag.startswith(f"--{name}.")}
+    kept = [flag for i, flag in enumerate(resume) if not {i, i - 1} & own]
+    assert f"--policy_loss '{loss}'" in refused("--policy_loss", loss, f"--{loss}.half_life", "2", argv=kept)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert f"{file} is damaged" in refused()
+    file.unlink()
+    assert str(file) in refused()
+    shutil.rmtree(folder)
+    assert str(folder) in refused()
+    pipeline.parse([*resume, HALF_LIFE[name], "0"])  # which wants no state

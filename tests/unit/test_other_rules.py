@@ -111,21 +111,6 @@ def test_a_budget_that_the_tokens_just_use_up_clips_none_of_them(factor):
         assert float(solve_second_moment(ContributionTally(tally.sums * factor), budget)) >= math.log(2) - 1e-6
 
 
-@given(wide_tokens)
-def test_m2_bounds_each_update_by_its_own_second_moment(token_list):
-    rule = SecondMomentBounds()
-    harmful = [harmful_log_ratios(token_list)]
-    assume(not any(harmful) or abs(moment(harmful, math.inf) - 0.04) > 1e-9)
-    update = closed(rule, token_list)
-    tokens, t = as_tokens(token_list), exact_threshold(harmful, 0.04)
-    if t == math.inf:
-        assert torch.equal(rule.gradient_weights(tokens), tokens.ratio)
-        assert not {"bapo/clip_low", "bapo/clip_high"} & bounds_metrics([update]).keys()
-    else:
-        assert -float(rule.lower.log()) == about(t) and float(rule.upper.log()) == about(t)
-        assert (update.used.lower, update.used.upper) == (rule.lower, rule.upper)
-
-
 def test_m2s_shares_and_clip_fractions_are_those_at_its_bounds():
     token_list = [(2.0, 1.0, 1.0), (1.05, 3.0, 0.5), (0.5, -1.0, 1.0), (0.9, -1.0, 1.0), (3.0, -2.0, 1.0)]
     used = closed(SecondMomentBounds(budget=0.01), token_list).used
@@ -136,23 +121,25 @@ def test_m2s_shares_and_clip_fractions_are_those_at_its_bounds():
         assert float(getattr(used, name)) == pytest.approx(float(getattr(expected, name)), abs=1e-3), name
 
 
-@given(st.lists(wide_tokens, min_size=1, max_size=4))
-def test_m2_with_a_half_life_bounds_each_update_by_the_updates_before(stream):
-    rule, keep = SecondMomentBounds(half_life=2.0), 0.5**0.5
+@pytest.mark.parametrize("half_life", [0.0, 2.0])
+@given(stream=st.lists(wide_tokens, min_size=1, max_size=4))
+def test_m2_bounds_each_update_by_its_own_second_moment_or_with_a_half_life_by_that_of_those_before(half_life, stream):
+    rule, keep = SecondMomentBounds(half_life=half_life), 0.5**0.5
     harmful = [harmful_log_ratios(token_list) for token_list in stream]
-    assert not rule.needs_tally_first
-    t = math.inf  # nothing is clipped in the first update
+    t = math.inf  # nothing is clipped before the first update
     for k, token_list in enumerate(stream):
-        seen = harmful[: k + 1]
+        seen = harmful[: k + 1] if half_life else harmful[k : k + 1]
         assume(not any(seen) or abs(moment(seen, math.inf, keep) - 0.04) > 1e-9)
         tokens = as_tokens(token_list)
         if t == math.inf:
             assert torch.equal(rule.gradient_weights(tokens), tokens.ratio)
         else:
             assert float(rule.upper.log()) == about(t) and -float(rule.lower.log()) == about(t)
-        used = closed(rule, token_list).used
-        assert (math.isnan(used.upper) and t == math.inf) or float(used.upper.log()) == about(t)
-        t = exact_threshold(seen, 0.04, keep)
+        before, t = t, exact_threshold(seen, 0.04, keep)
+        used, expected = closed(rule, token_list).used, before if half_life else t
+        for bound in (used.upper, 1 / used.lower):
+            assert math.isnan(bound) if expected == math.inf else float(bound.log()) == about(expected)
+        assert rule.needs_tally_first == (half_life == 0)
 
 
 # ---- DPPO ----

@@ -105,13 +105,6 @@ def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_t
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
 
 
-def test_a_run_without_a_label_has_the_name_of_its_folder(tmp_path, figures):
-    for name in ("a", "b"):
-        log(tmp_path / name)
-    plot.main([str(tmp_path / "a"), str(tmp_path / "b/tensorboard"), "-o", str(tmp_path / "curves.png")])
-    assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b"]
-
-
 def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path, figures):
     log(tmp_path / "ours")
     trls = ["train/reward", "train/entropy", "train/grad_norm"]
@@ -166,9 +159,10 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, flags, said):
     assert exit_.value.code == 2 and line.startswith(f"openrlhf-bapo: {said}")
 
 
-def test_a_picture_is_a_png_under_any_name_and_a_folders_name_may_have_an_equals_sign(tmp_path, figures):
-    log(tmp_path / "lr=1e-4")
-    log(tmp_path / "b")
-    plot.main([str(tmp_path / "lr=1e-4"), f"lr=2={tmp_path / 'b'}", "-o", str(tmp_path / "x.foo")])
+def test_a_run_without_a_label_has_its_folders_name_equals_signs_are_allowed_and_any_name_is_a_png(tmp_path, figures):
+    for name in ("a", "b", "lr=1e-4"):
+        log(tmp_path / name)
+    runs = [tmp_path / "a", tmp_path / "b/tensorboard", tmp_path / "lr=1e-4", f"lr=2={tmp_path / 'b'}"]
+    plot.main([*map(str, runs), "-o", str(tmp_path / "x.foo")])
     assert (tmp_path / "x.foo").read_bytes().startswith(b"\x89PNG")
-    assert [line.get_label() for line in figures[0].axes[0].lines] == ["lr=1e-4", "lr=2"]
+    assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b", "lr=1e-4", "lr=2"]

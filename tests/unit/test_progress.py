@@ -52,9 +52,13 @@ def test_a_line_that_ray_cut_in_pieces_is_shown_as_if_it_were_whole(tmp_path, li
         assert pieces.join(f"{actor}the next\n") == f"{actor}the next\n"
 
 
+def call(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
 def follow(tmp_path, text: str, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log"), *flags]
-    return subprocess.run(command, input=text, capture_output=True, text=True)
+    return call("progress", "--log", str(tmp_path / "log"), *flags, input=text)
 
 
 def test_the_whole_output_is_kept_and_the_accuracy_is_summarized(tmp_path):
@@ -67,9 +71,8 @@ def test_the_whole_output_is_kept_and_the_accuracy_is_summarized(tmp_path):
 
 def test_output_that_is_not_text_is_followed_to_its_end(tmp_path):
     (tmp_path / "output").write_bytes(b"\xff\xfe\n" + (STEP + COMPLETE).encode())
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "progress", "--log", str(tmp_path / "log")]
     with open(tmp_path / "output") as output:
-        run = subprocess.run(command, stdin=output, capture_output=True, text=True)
+        run = call("progress", "--log", str(tmp_path / "log"), stdin=output)
     assert run.returncode == 0 and [line[9:13] for line in run.stdout.splitlines()] == ["step", "open"]
     assert len((tmp_path / "log").read_text().splitlines()) == 3
 
@@ -154,8 +157,7 @@ def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, flags, said):
 
 @pytest.mark.parametrize("arguments", [[], ["trian", "--x"]])
 def test_an_unknown_command_is_one_line_with_the_commands(arguments):
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = call(*arguments)
     (line,) = run.stderr.splitlines()
     assert run.returncode == 2
     said = arguments[0] if arguments else "the command is missing"
@@ -163,6 +165,5 @@ def test_an_unknown_command_is_one_line_with_the_commands(arguments):
 
 
 def test_help_lists_the_commands():
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "--help"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = call("--help")
     assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith("usage: openrlhf-bapo {train,plan,")

@@ -1,12 +1,8 @@
 """--bapo.smoothing on OpenRLHF's policy actor, float32: bounds that follow the updates before, without a forward."""
 
-import shutil
-from pathlib import Path
-
 import pipeline
 import pytest
 import reference
-import torch
 from test_baselines import samples_with_both_signs, share, tokens, train_steps
 from test_update_scope import GRADIENT, NUM_UPDATES, SAMPLES, flags, same_updates
 
@@ -78,13 +74,7 @@ def test_no_update_takes_a_forward_of_its_own_and_all_its_micro_batches_have_the
     updates = clamped[::4]
     assert [bounds for bounds in updates for _ in range(4)] == clamped
     assert updates[0] == (0.75, pytest.approx(2.1)) and len(set(updates)) == 2 * NUM_UPDATES
-    same_updates_between_the_same_bounds(result["statuses"][0], updates[:NUM_UPDATES], one_micro_batch)
-
-
-def same_updates_between_the_same_bounds(status: dict, clamped: list, expected: dict) -> None:
-    assert clamped == expected["clamped"]
-    names = [name for name in status if name.startswith("bapo/")] + ["actor_grad_norm"]
-    assert {n: status[n] for n in names} == pytest.approx({n: expected["status"][n] for n in names}, rel=1e-3)
+    assert updates[:NUM_UPDATES] == one_micro_batch["clamped"]
 
 
 @pytest.mark.parametrize(
@@ -99,65 +89,7 @@ def test_however_an_update_is_split_it_is_the_update_of_one_micro_batch(director
     by_rank = [SAMPLES[:4], SAMPLES[4:]] if "actor__num_gpus_per_node" in split else [SAMPLES]
     ranks = pipeline.train_policy_actors(directory, flags(directory, **GRADIENT, **SMOOTHING, **split), by_rank)
     for result in ranks:
-        clamped = list(dict.fromkeys(result["clamped"]))
-        same_updates_between_the_same_bounds(result["status"], clamped, one_micro_batch)
+        assert list(dict.fromkeys(result["clamped"])) == one_micro_batch["clamped"]  # to the last bit
         same_updates(result, one_micro_batch | {"bounds": []})
-        assert clamped == list(dict.fromkeys(ranks[0]["clamped"]))  # to the last bit
-
-
-def test_smoothing_of_0_is_todays_search_to_the_last_bit(directory):
-    split = flags(directory, **GRADIENT, train__micro_batch_size=2)
-    (expected,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
-    (result,) = pipeline.train_policy_actors(directory, [*split, "--bapo.smoothing", "0"], [SAMPLES])
-    assert result["status"] == expected["status"] and result["searches"] == expected["searches"]
-    assert all(torch.equal(result["weights"][name], weight) for name, weight in expected["weights"].items())
-
-
-# ---- Saved and restored ----
-
-
-@pytest.fixture(scope="module")
-def saved(directory, tmp_path_factory) -> tuple[list[str], dict]:
-    """Flags of a run whose first training step was saved, and what the run that went on did."""
-    argv = flags(directory, **GRADIENT, **SMOOTHING, ckpt__path=tmp_path_factory.mktemp("saved") / "ckpt")
-    (unbroken,) = pipeline.train_policy_actors(directory, argv, [SAMPLES], num_steps=2, save_after=1)
-    return [*argv, "--ckpt.load_enable"], unbroken
-
-
-def test_a_resumed_run_is_clamped_to_the_bounds_of_the_unbroken_one(directory, saved):
-    resume, unbroken = saved
-    (resumed,) = pipeline.train_policy_actors(directory, resume, [SAMPLES])
-    assert resumed["clamped"] == unbroken["clamped"][NUM_UPDATES:]
-    assert resumed["clamped"][0] != (0.75, 2.1)
-    (discarded,) = pipeline.train_policy_actors(directory, [*resume, "--bapo.discard_saved"], [SAMPLES])
-    assert discarded["clamped"][0] == (0.75, 2.1)
-
-
-def test_a_state_that_cannot_be_used_is_refused_in_one_line(saved, tmp_path, capsys):
-    resume, _ = saved
-    path = Path(resume[resume.index("--ckpt.path") + 1])
-    file = path / "_rule/global_step1/groups.safetensors"
-
-    def refused(argv: list[str]) -> str:
-        with pytest.raises(SystemExit) as exit_:
-            pipeline.parse(argv)
-        assert exit_.value.code == 2
-        *others, line = capsys.readouterr().err.splitlines()
-        assert all(other.startswith("openrlhf-bapo: warning: ") for other in others)
-        assert "--bapo.discard_saved" in line
-        pipeline.parse([*argv, "--bapo.discard_saved"])
-        return line
-
-    pipeline.parse(resume)
-    pipeline.parse([*resume, "--bapo.smoothing", "7"])  # a half-life may change
-    line = refused([*resume, "--bapo.ratio_upper_max", "2.5"])
-    assert "--bapo.ratio_upper_max '3.0'" in line and "--bapo.ratio_upper_max '2.5'" in line
-    assert "--bapo.smoothing_of 'bounds'" in refused([*resume, "--bapo.smoothing_of", "tally"])
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert f"{file} is damaged" in refused(resume)
-    file.unlink()
-    assert str(file) in refused(resume)
-    shutil.rmtree(path / "_rule")
-    assert str(path / "_rule") in refused(resume)
-    pipeline.parse([*resume, "--bapo.smoothing", "0"])  # which wants no state
+        metrics = {name: value for name, value in one_micro_batch["status"].items() if name.startswith("bapo/")}
+        assert {name: result["status"][name] for name in metrics} == pytest.approx(metrics, rel=1e-3)

@@ -1,11 +1,10 @@
 """The bounds are those of the whole update, however it is split over micro-batches and data-parallel ranks."""
 
 import json
-import math
-import os
 import shutil
 
 import pipeline
+import presets
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,90 +18,10 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
-# ---- The loss on its own, float64, two gloo processes against one ----
-
-LENGTHS = [[1, 2, 9, 4], [7, 1, 1, 3]]  # response tokens of every sample, by rank
-
-
-def joined_batch(contribution: str) -> tuple[dict[str, torch.Tensor], ClipConfig]:
-    """Both ranks' samples; rank 1 has no positive token, so its own search would end in the far corner."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor(LENGTHS).flatten()
-    shape = (len(lengths), 9)
-    old = -torch.rand(shape, generator=generator, dtype=torch.float64)
-    advantages = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) + 0.5
-    advantages[1::2] *= -0.3
-    advantages[4:] = -advantages[4:].abs()
-    return {
-        "log_probs": old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64),
-        "old_log_probs": old,
-        "advantages": advantages.expand(shape).contiguous(),
-        "action_mask": torch.arange(9).expand(shape) < lengths[:, None],
-    }, ClipConfig(positive_contribution_target=0.42, contribution=contribution)
-
-
-def loss_and_gradient(batch, config, micro_batch_size: int, num_tokens: int, group=None) -> tuple:
-    """One update as OpenRLHF and DeepSpeed make it: (bounds, loss summed over micro-batches, gradient)."""
-    loss_fn = BapoPolicyLoss(clip_config=config, group=group)
-    dp_size = 1 if group is None else dist.get_world_size(group)
-    log_probs = batch["log_probs"].clone().requires_grad_()
-    parts = [
-        {name: x[i : i + micro_batch_size] for name, x in (batch | {"log_probs": log_probs}).items()}
-        for i in range(0, len(log_probs), micro_batch_size)
-    ]
-    for part in parts:
-        loss_fn.tally(*part.values())
-    loss_fn.close_update()
-    loss = sum(
-        loss_fn(**part, dp_size=dp_size, batch_num_tokens=num_tokens / len(parts))[0] / len(parts) for part in parts
-    )
-    loss.backward()
-    bounds = loss_fn.updates[0].used
-    return (float(bounds.lower), float(bounds.upper)), loss.detach(), log_probs.grad
-
-
-CASES = [(contribution, micro_batch_size) for contribution in ("surrogate", "gradient") for micro_batch_size in (4, 1)]
-
-
-def updates_of_a_rank(rank: int, num_ranks: int, port: int, _) -> dict:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    results = {}
-    for contribution, micro_batch_size in CASES:
-        batch, config = joined_batch(contribution)
-        half = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
-        num_tokens = int(batch["action_mask"].sum())
-        bounds, loss, gradient = loss_and_gradient(half, config, micro_batch_size, num_tokens, dist.group.WORLD)
-        dist.all_reduce(loss)
-        # Data-parallel training averages losses and gradients over ranks.
-        results[contribution, micro_batch_size] = bounds, float(loss) / 2, gradient / 2
-    return results
-
-
-@pytest.fixture(scope="module")
-def by_rank(directory):
-    return pipeline.run_in_ranks(directory, updates_of_a_rank, 2)
-
-
-@pytest.mark.parametrize(("contribution", "micro_batch_size"), CASES)
-def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_rank, contribution, micro_batch_size):
-    batch, config = joined_batch(contribution)
-    bounds, loss, gradient = loss_and_gradient(batch, config, 8, int(batch["action_mask"].sum()))
-    start, corner = (0.6, 1.2), (config.lower_grid()[-1], config.upper_grid()[-1])
-    assert bounds not in (start, corner) or contribution == "surrogate"  # the search had a choice to make
-    (first, first_loss, first_gradient), (second, _, second_gradient) = (
-        results[contribution, micro_batch_size] for results in by_rank
-    )
-    assert first == second == bounds
-    assert first_loss == pytest.approx(float(loss), rel=1e-12)
-    torch.testing.assert_close(torch.cat([first_gradient, second_gradient]), gradient, rtol=1e-12, atol=0)
-
-
 def collectives_of_a_rank(rank: int, num_ranks: int, port: int, _) -> list[list[int]]:
     """Bytes of every all-reduce in three updates of two micro-batches, with searched bounds and with steady bounds."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    batch, upstream, counted = joined_batch("gradient")[0], dist.all_reduce, []
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    upstream, counted = dist.all_reduce, []
 
     def all_reduce(tensor, *args, **kwargs):
         counted[-1].append(tensor.nbytes)
@@ -111,16 +30,15 @@ def collectives_of_a_rank(rank: int, num_ranks: int, port: int, _) -> list[list[
     dist.all_reduce = all_reduce
     for smoothing in (None, SmoothingConfig(half_life=20.0)):
         counted.append([])
-        loss_fn = BapoPolicyLoss(clip_config=ClipConfig(smoothing=smoothing), group=dist.group.WORLD)
-        for _ in range(3):
-            parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in (0, 4)]
+        loss = BapoPolicyLoss(clip_config=ClipConfig(smoothing=smoothing), group=dist.group.WORLD)
+        for update in presets.make_updates():
             if smoothing is None:
-                loss_fn.tally(*parts[0].values())
-                loss_fn.tally(*parts[1].values())
-                loss_fn.close_update()
-            for part in parts:
-                loss_fn(**part)
-            loss_fn.close_update()
+                for micro_batch in update:
+                    loss.tally(*micro_batch.values())
+                loss.close_update()
+            for micro_batch in update:
+                loss(*micro_batch.values())
+            loss.close_update()
     return counted
 
 
@@ -171,25 +89,15 @@ def same_updates(result: dict, expected: dict) -> None:
         torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
 
 
-def test_the_reference_updates_move_their_bounds_and_log_no_extra_forward(one_micro_batch):
-    assert len(one_micro_batch["bounds"]) == NUM_UPDATES
-    assert len(set(one_micro_batch["bounds"])) > 1
-    assert one_micro_batch["status"]["timing/bapo_ratio_forward"] == 0
-    assert one_micro_batch["status"]["timing/bapo_search"] == NUM_UPDATES  # a tally and a walk
-
-
-def test_bapos_metrics_are_means_over_the_updates_under_the_names_of_the_design(one_micro_batch):
+def test_bapos_metrics_are_means_over_the_updates_whose_bounds_move(one_micro_batch):
     searches, status = one_micro_batch["searches"], one_micro_batch["status"]
+    assert len(searches) == status["timing/bapo_search"] == NUM_UPDATES  # a tally and a walk
+    assert status["timing/bapo_ratio_forward"] == 0
     means = {name: sum(found[name] for found in searches) / NUM_UPDATES for name in searches[0]}
-    expected = {
-        "bapo/clip_low": means["lower"],
-        "bapo/clip_high": means["upper"],
-        "bapo/positive_share": means["positive_share"],
-        "bapo/initial_share": means["initial_share"],
-        "bapo/target_reached": means["reached"],
-        "bapo/clip_frac_positive": means["clip_frac_positive"],
-        "bapo/clip_frac_negative": means["clip_frac_negative"],
-    }
+    expected = {f"bapo/{name}": value for name, value in means.items() if f"bapo/{name}" in status}
+    assert {"bapo/positive_share", "bapo/surrogate_share", "bapo/clip_frac_positive"} < expected.keys()
+    expected |= {"bapo/clip_low": means["lower"], "bapo/clip_high": means["upper"]}
+    expected |= {"bapo/target_reached": means["reached"]}
     assert {name: status[name] for name in expected} == pytest.approx(expected)
     for name in ("upper", "positive_share", "clip_frac_positive", "clip_frac_negative"):
         assert searches[-1][name] != pytest.approx(means[name], rel=1e-3), name  # the last one's would be another
@@ -226,17 +134,6 @@ def test_an_update_without_a_share_is_left_out_of_the_mean_share_and_counts_as_r
     assert status["bapo/positive_share"] == status["bapo/initial_share"] == 0  # the negative's, not NaN
     assert (status["bapo/clip_low"], status["bapo/clip_high"]) == (pytest.approx(0.75), pytest.approx(2.1))
     assert status["bapo/target_reached"] == 0.5
-
-
-def test_an_update_without_an_advantage_anywhere_trains_at_the_start_bounds(directory):
-    samples = pipeline.make_experience([3, 5])
-    for sample in samples:
-        sample.advantages *= 0
-    step = flags(directory, train__max_epochs=1, train__batch_size=2, train__micro_batch_size=1, rollout__batch_size=1)
-    (result,) = pipeline.train_policy_actors(directory, step, [samples])
-    assert result["bounds"] == [(0.6, 1.2)] and result["status"]["bapo/target_reached"] == 1
-    assert math.isnan(result["status"]["bapo/positive_share"])
-    assert result["status"]["policy_loss"] == result["status"]["actor_grad_norm"] == 0
     assert all(weight.isfinite().all() for weight in result["weights"].values())
 
 
@@ -270,34 +167,27 @@ def test_dropout_is_off_in_the_ratio_forward_and_on_in_the_training_step(directo
     assert result["status"]["offpolicy/ess"] < 0.999  # dropout moves the loss's own ratios
 
 
-def test_gradient_accumulation_of_four_makes_the_updates_of_one_micro_batch(directory, one_micro_batch):
-    split = flags(directory, **GRADIENT, train__micro_batch_size=2)
-    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
-    same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] == 4 * (NUM_UPDATES - 1)  # one each, but for the first update
+DYNAMIC = dict(train__dynamic_batch_enable=True, train__max_tokens_per_gpu=26)
 
 
-def test_the_first_step_after_fresh_rollouts_needs_no_extra_forward(directory):
-    split = flags(directory, **GRADIENT, train__micro_batch_size=2, train__max_epochs=1)
-    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
-    assert len(result["bounds"]) == 1
-    assert result["status"]["timing/bapo_ratio_forward"] == 0
-
-
-def test_two_ranks_one_without_a_positive_token_make_the_updates_of_one(directory, one_micro_batch):
-    split = flags(directory, **GRADIENT, train__micro_batch_size=2, actor__num_gpus_per_node=2)
-    for result in pipeline.train_policy_actors(directory, split, [SAMPLES[:4], SAMPLES[4:]]):
+@pytest.mark.parametrize(
+    ("split", "num_micro_batches"),
+    [
+        (dict(train__micro_batch_size=2), 4),
+        (dict(train__micro_batch_size=2, actor__num_gpus_per_node=2), 2),  # one rank has no positive token
+        (dict(ds__zero_stage=2, **DYNAMIC), 5),
+        (dict(ds__zero_stage=3, **DYNAMIC), 5),
+    ],
+    ids=["accumulated", "two ranks", "dynamic batch", "dynamic batch under ZeRO-3"],
+)
+def test_however_an_update_is_split_it_is_the_update_of_one_micro_batch(
+    directory, one_micro_batch, split, num_micro_batches
+):
+    by_rank = [SAMPLES[:4], SAMPLES[4:]] if "actor__num_gpus_per_node" in split else [SAMPLES]
+    for result in pipeline.train_policy_actors(directory, flags(directory, **GRADIENT, **split), by_rank):
         same_updates(result, one_micro_batch)
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_dynamic_batch_in_four_micro_batches_makes_the_updates_of_one(directory, one_micro_batch, zero_stage):
-    split = flags(
-        directory, **GRADIENT, train__dynamic_batch_enable=True, train__max_tokens_per_gpu=26, ds__zero_stage=zero_stage
-    )
-    (result,) = pipeline.train_policy_actors(directory, split, [SAMPLES])
-    same_updates(result, one_micro_batch)
-    assert result["status"]["timing/bapo_ratio_forward"] == 5 * (NUM_UPDATES - 1)  # packed into five micro-batches
+        # One for each, but for the first update.
+        assert result["status"]["timing/bapo_ratio_forward"] == num_micro_batches * (NUM_UPDATES - 1)
 
 
 def test_micro_batch_scope_searches_for_every_micro_batch(directory):

@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pipeline
 import pytest
 
+from openrlhf_bapo.cli.plan import _flatten
 from openrlhf_bapo.flags.arguments import parse
 from openrlhf_bapo.openrlhf.replay_checkpoint import use_checkpoint
 from openrlhf_bapo.run.failures import describe_failure
@@ -45,15 +45,6 @@ def restored(saved):
     yield saved
     shutil.rmtree(directory / "ckpt")
     (directory / "kept").rename(directory / "ckpt")
-
-
-def flat(args: SimpleNamespace, prefix: str = "") -> dict:
-    """Return a run's values by the names of their flags."""
-    values = {}
-    for name, value in vars(args).items():
-        is_group = isinstance(value, SimpleNamespace)
-        values |= flat(value, f"{prefix}{name}.") if is_group else {prefix + name: value}
-    return values
 
 
 def cut(size):
@@ -105,7 +96,7 @@ def test_the_last_line_of_a_run_promises_what_the_same_command_does(restored, ca
     directory, argv, _ = restored
     path = directory / "ckpt"
 
-    ended = flat(parse(argv))
+    ended = dict(_flatten(parse(argv)))
 
     def said(**changes) -> str:
         return describe_failure(OSError(), ended | changes, [])[1]
