@@ -151,10 +151,6 @@ async def ask(executor) -> dict:
     return answer
 
 
-def answer_of(url: str, **limits) -> dict:
-    return asyncio.run(ask(executor_of(url, **limits)))
-
-
 REWARDED = {"rewards": [0.5], "scores": [0.5], "extra_logs": {"seen": [1]}}
 
 
@@ -178,13 +174,13 @@ def test_a_server_that_goes_away_and_comes_back_answers_every_call(serve):
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 408])
 def test_a_server_that_is_busy_or_broken_for_a_while_is_asked_again(serve, status):
     server = serve((status, "not now"), (status, "not now"), GOOD)
-    assert answer_of(server.url, patience=PATIENCE) == REWARDED
+    assert asyncio.run(ask(executor_of(server.url, patience=PATIENCE))) == REWARDED
     assert len(server.requests) == 3
 
 
 def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
     server = serve(None, GOOD)
-    assert answer_of(server.url, patience=PATIENCE, timeout=1.0) == REWARDED
+    assert asyncio.run(ask(executor_of(server.url, patience=PATIENCE, timeout=1.0))) == REWARDED
     assert len(server.requests) == 2
 
 
@@ -197,7 +193,7 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
 )
 def test_patience_ends_with_the_servers_last_answer(serve, answer, reason, said):
     server = serve(answer)
-    found = answer_of(server.url, patience=1.0, timeout=0.5)
+    found = asyncio.run(ask(executor_of(server.url, patience=1.0, timeout=0.5)))
     assert found == {"rewards": None, "extra_logs": {FAILED_REWARD: f"{reason}: {server.url} {said}"}}
     assert len(server.requests) > 1
 
@@ -215,7 +211,7 @@ def test_patience_counts_from_the_first_failure_however_often_a_server_is_asked_
 
 def test_without_patience_a_dead_server_is_asked_once():
     url = f"http://127.0.0.1:{pipeline.free_port()}/get_reward"
-    cause = answer_of(url, patience=0.0)["extra_logs"][FAILED_REWARD]
+    cause = asyncio.run(ask(executor_of(url, patience=0.0)))["extra_logs"][FAILED_REWARD]
     assert cause.startswith(f"unreachable: {url} does not answer (ClientConnectorError: ")
 
 
@@ -234,7 +230,7 @@ def test_without_patience_a_dead_server_is_asked_once():
 )
 def test_an_invalid_answer_is_a_fault_with_the_servers_address_and_is_not_asked_for_again(serve, answer, reason, said):
     server = serve(answer)
-    found = answer_of(server.url)
+    found = asyncio.run(ask(executor_of(server.url)))
     assert found["rewards"] is None
     assert found["extra_logs"][FAILED_REWARD].startswith(f"{reason}: {server.url}{said}")
     assert len(server.requests) == 1
