@@ -74,7 +74,8 @@ def test_a_run_learns_and_resumes(checked):
 def test_the_flags_of_every_run_are_allowed_together(tmp_path, name):
     (tmp_path / "reward.py").touch()
     flags = [*gpu_stages.ONE_GPU, *gpu_stages.QUICKSTARTS[name][1]]
-    args = pipeline.parse([*pipeline.flags(tmp_path, policy_loss="bapo"), *flags])
+    of_task = dict(data__max_len=64, rollout__max_new_tokens=40, policy_loss="bapo")
+    args = pipeline.parse([*pipeline.flags(tmp_path, **of_task), *flags])
     assert args.train.colocate_all and args.vllm.enable_sleep and args.ds.enable_sleep
 
 
