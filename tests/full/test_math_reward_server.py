@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import signal
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from openrlhf.utils.agent import SingleTurnAgentExecutor
-from pipeline import REPOSITORY, free_port, running
+from pipeline import REPOSITORY, free_port, running, wait_until
 from test_math_answers import group_processes, wait_until_none_is_left
 
 from openrlhf_bapo.cli import serve_math_reward
@@ -27,20 +26,22 @@ PROMPT = "<|im_start|>user\nHow much is it? Answer in \\boxed{0}.<|im_end|>\n<|i
 HOSTILE = r"\boxed{9^{9^{9^{9}}}+1}"
 
 
-def wait_until_it_listens(process, log) -> None:
-    while "grading math answers at" not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
+@contextlib.contextmanager
+def serving(log: Path, num_workers: int, time_limit: int):
+    """Run a server; yields its process and its address."""
+    port = str(free_port())
+    command = [*COMMAND, "--port", port, "--workers", str(num_workers), "--time_limit", str(time_limit)]
+    with running(command, log) as process:
+        wait_until(lambda: "grading math answers at" in log.read_text(), process, log)
+        yield process, f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Return the address of a server with 2 workers and a limit of 2 seconds per answer."""
-    log, port = tmp_path_factory.mktemp("server") / "log", free_port()
-    command = [*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "2"]
-    with running(command, log) as process:
-        wait_until_it_listens(process, log)
-        yield f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(log, 2, 2) as (process, address):
+        yield address
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0, log.read_text()
         wait_until_none_is_left(process.pid)
@@ -86,35 +87,28 @@ def ask_at_once(executor: SingleTurnAgentExecutor, fetch: str) -> list[dict]:
     return results
 
 
-def test_64_simultaneous_requests_of_openrlhf_each_get_their_own_reward(server):
-    results = ask_at_once(SingleTurnAgentExecutor(f"{server}/get_reward"), "_fetch_rewards_via_http")
-    rewards = [reward for _, _, reward in samples()]
-    assert [result["rewards"] for result in results] == [[reward] for reward in rewards]
-    assert [result["scores"] for result in results] == [[reward] for reward in rewards]
-    timeouts = [result["extra_logs"]["graded_timeouts"] for result in results]
-    assert timeouts == [[float(i % 16 == 15)] for i in range(64)]
-
-
-def test_the_example_gives_openrlhf_the_same_rewards_without_a_server(monkeypatch):
+@pytest.mark.parametrize("source", ["server", "file"])
+def test_64_simultaneous_requests_of_openrlhf_each_get_their_own_reward(server, monkeypatch, source):
     monkeypatch.setattr(math_reward.GRADER, "time_limit", 2.0)
-    executor = SingleTurnAgentExecutor(str(REPOSITORY / "examples" / "math_reward.py"))
-    results = ask_at_once(executor, "_fetch_rewards_via_func")
-    assert [result["rewards"] for result in results] == [[reward] for _, _, reward in samples()]
-    assert all(result["scores"] == result["rewards"] for result in results)
-    timeouts = [result["extra_logs"]["graded_timeouts"] for result in results]
-    assert timeouts == [[float(i % 16 == 15)] for i in range(64)]
+    if source == "server":
+        results = ask_at_once(SingleTurnAgentExecutor(f"{server}/get_reward"), "_fetch_rewards_via_http")
+    else:
+        executor = SingleTurnAgentExecutor(str(REPOSITORY / "examples" / "math_reward.py"))
+        results = ask_at_once(executor, "_fetch_rewards_via_func")
+    for i, (result, (_, _, reward)) in enumerate(zip(results, samples(), strict=True)):
+        assert result["rewards"] == result["scores"] == [reward]
+        assert result["extra_logs"]["graded_timeouts"] == [float(i % 16 == 15)]
 
 
-def test_a_request_with_several_queries_gets_their_rewards_in_order(server):
+def body_of(queries: list[str], labels: list, prompt: str = "") -> bytes:
+    return json.dumps({"query": queries, "prompts": [prompt] * len(queries), "labels": labels}).encode()
+
+
+def test_a_request_with_several_queries_gets_their_rewards_in_order_for_labels_of_text_or_numbers(server):
     queries, labels, rewards = map(list, zip(*samples()[:8], strict=True))
-    body = json.dumps({"query": queries, "prompts": [PROMPT] * 8, "labels": labels}).encode()
-    status, result = post(server, body)
+    status, result = post(server, body_of(queries, labels, PROMPT))
     assert (status, result["rewards"]) == (200, rewards)
-
-
-def test_labels_may_be_numbers(server):
-    body = json.dumps({"query": ["\\boxed{27}"] * 3, "prompts": [""] * 3, "labels": [27.0, 27, 28.0]}).encode()
-    assert post(server, body)[1]["rewards"] == [1.0, 1.0, 0.0]
+    assert post(server, body_of(["\\boxed{27}"] * 3, [27.0, 27, 28.0]))[1]["rewards"] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +129,7 @@ def test_labels_may_be_numbers(server):
 def test_a_malformed_request_is_told_what_is_wrong_and_the_next_one_is_served(server, body, said):
     status, result = post(server, body)
     assert status == 400 and said in result["error"] and "\n" not in result["error"]
-    good = json.dumps({"query": ["\ud800 #### 5"], "prompts": [""], "labels": ["5"]}).encode()
-    assert post(server, good)[1]["rewards"] == [1.0]
+    assert post(server, body_of(["\ud800 #### 5"], ["5"]))[1]["rewards"] == [1.0]
 
 
 def test_health_counts_what_failed(server):
@@ -147,7 +140,7 @@ def test_health_counts_what_failed(server):
         return health["timeouts"]
 
     before = timeouts()
-    post(server, json.dumps({"query": [HOSTILE], "prompts": [""], "labels": ["1"]}).encode())
+    post(server, body_of([HOSTILE], ["1"]))
     assert timeouts() == before + 1
 
 
@@ -155,8 +148,7 @@ def test_a_body_above_the_limit_is_refused_in_one_line_and_the_next_one_is_serve
     status, result = post(server, b" " * (serve_math_reward.LARGEST_BODY + 1))
     assert status == 413 and f"more than {serve_math_reward.LARGEST_BODY}" in result["error"]
     assert "\n" not in result["error"]
-    good = json.dumps({"query": ["#### 5"], "prompts": [""], "labels": ["5"]}).encode()
-    assert post(server, good.ljust(serve_math_reward.LARGEST_BODY))[1]["rewards"] == [1.0]
+    assert post(server, body_of(["#### 5"], ["5"]).ljust(serve_math_reward.LARGEST_BODY))[1]["rewards"] == [1.0]
 
 
 @pytest.mark.parametrize("path", ["docs", "redoc", "openapi.json"])
@@ -173,49 +165,20 @@ def test_the_server_listens_on_loopback_unless_told(server):
     assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
 
 
-def ask_in_the_background(port: int, answers: list) -> threading.Thread:
-    """Post four hostile answers in one request from a thread, which appends the result to `answers`."""
-    body = json.dumps({"query": [HOSTILE] * 4, "prompts": [""] * 4, "labels": ["2"] * 4}).encode()
-
-    def ask() -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException):  # the server was killed
-            answers.append(post(f"http://127.0.0.1:{port}", body))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    return thread
-
-
-def wait_until_a_worker_computes(group: int) -> None:
-    while len(group_processes(group)) < 3:  # the server, a worker, and its child
-        time.sleep(0.1)
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_server_that_ends_during_work_leaves_no_process(tmp_path, how):
-    log, port = tmp_path / "log", free_port()
-    with running([*COMMAND, "--port", str(port), "--workers", "2", "--time_limit", "100"], log) as process:
-        wait_until_it_listens(process, log)
-        answers = []
-        thread = ask_in_the_background(port, answers)
-        wait_until_a_worker_computes(process.pid)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_serves_others_during_a_long_request_and_leaves_no_process_if_it_ends_then(tmp_path, how):
+    answers = []
+    with serving(tmp_path / "log", 2, 100) as (process, address):
+        thread = threading.Thread(target=lambda: answers.append(post(address, body_of([HOSTILE] * 4, ["2"] * 4))))
+        thread.start()
+        while len(group_processes(process.pid)) < 3:  # the server, a worker, and its child, which computes
+            time.sleep(0.1)
+        assert post(address, body_of(["#### 5"], ["5"]))[1]["rewards"] == [1.0] and answers == []
         process.send_signal(how)
-        assert process.wait() == (-signal.SIGKILL if how == signal.SIGKILL else 0), log.read_text()
+        assert process.wait() == 0
         thread.join()
         wait_until_none_is_left(process.pid)
-    assert how == signal.SIGKILL or answers == [(503, {"error": "the server is shutting down"})]
-
-
-def test_one_worker_serves_an_ordinary_answer_while_four_hostile_ones_wait(tmp_path):
-    log, port = tmp_path / "log", free_port()
-    with running([*COMMAND, "--port", str(port), "--workers", "1", "--time_limit", "10"], log) as process:
-        wait_until_it_listens(process, log)
-        answers = []
-        ask_in_the_background(port, answers)
-        wait_until_a_worker_computes(process.pid)
-        body = json.dumps({"query": [r"\boxed{\sqrt{8}}"], "prompts": [""], "labels": [r"2\sqrt{2}"]}).encode()
-        assert post(f"http://127.0.0.1:{port}", body)[1]["rewards"] == [1.0] and answers == []
-        process.kill()
+    assert answers == [(503, {"error": "the server is shutting down"})]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from openrlhf_bapo.rules.clip_config import PRESETS
 from openrlhf_bapo.rules.other_rules import RULES
 
 SCRIPT = ["bash", str(pipeline.REPOSITORY / "scripts/verify_gpu.sh")]
-# paper, steady and replay take the same way through the script as ppo.
-RUN_HERE = "versions,rules,adam,engine,ppo,shape_ppo,shape_bapo,resume,budget,trl"
+# The other stages take the same way through the script as resume.
+RUN_HERE = "versions,rules,adam,engine,shape_ppo,shape_bapo,resume,trl"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def checked(tmp_path_factory):
     assert run.returncode == 0, run.stdout + run.stderr + page
     findings = [json.loads(line) for line in (out / "findings.jsonl").read_text().splitlines()]
     assert not (out / "work").exists()  # what is left is small
-    for name in ("ppo", "shape_ppo"):  # the command would say that it sets the flag
+    for name in ("resume", "shape_ppo"):  # the command would say that it sets the flag
         assert "--vllm.enforce_eager is" not in (out / f"{name}-run.log").read_text()
     assert all(f"- {finding['what']}: {finding['text']}" in page.splitlines() for finding in findings)
     return {finding["what"]: finding for finding in findings}
@@ -65,10 +65,36 @@ def test_the_engine_is_compared_with_the_model_in_its_own_and_the_other_precisio
     assert same["figures"]["mean"] < 1e-5 < other["figures"]["mean"] < 0.05
 
 
-def test_runs_learn_resume_and_train_on_what_older_policies_wrote(checked):
-    assert checked["ppo"]["text"].startswith("6 steps of ")
+def test_a_run_learns_and_resumes(checked):
+    assert checked["resume"]["text"].startswith("3 steps of ")
     assert checked["resumed"]["text"] == "trained the steps [4, 5], wanted [4, 5]"
-    assert int(checked["budget"]["text"].rpartition("staleness up to ")[2]) > 0
+
+
+@pytest.mark.parametrize("name", gpu_stages.QUICKSTARTS)
+def test_the_flags_of_every_run_are_allowed_together(tmp_path, name):
+    (tmp_path / "reward.py").touch()
+    flags = [*gpu_stages.ONE_GPU, *gpu_stages.QUICKSTARTS[name][1]]
+    of_task = dict(data__max_len=64, rollout__max_new_tokens=40, policy_loss="bapo")
+    args = pipeline.parse([*pipeline.flags(tmp_path, **of_task), *flags])
+    assert args.train.colocate_all and args.vllm.enable_sleep and args.ds.enable_sleep
+
+
+@pytest.mark.parametrize("name, is_off_policy", [("resume", False), ("replay", True), ("budget", True)])
+@pytest.mark.parametrize("num_steps, staleness", [(3, 2.0), (3, 0.0), (2, 2.0)])
+def test_a_run_is_right_with_all_its_steps_and_old_samples_where_it_keeps_them(
+    name, is_off_policy, num_steps, staleness
+):
+    logged = {
+        "timing/step_total": [9.0, 1.0, 2.0][:num_steps],
+        "offpolicy/engine_mismatch": [0.001, 0.002],
+        "eval/eval_walk_pass1": [0.5, 0.8],
+        "offpolicy/staleness_max": [0.0, staleness],
+    }
+    status, what, text = gpu_stages._describe_run(name, {f"train/{tag}": ([], logged[tag]) for tag in logged}, 3)
+    assert (what, status == "right") == (name, num_steps == 3 and (staleness > 0 or not is_off_policy))
+    old = f", staleness up to {staleness:.0f}" * is_off_policy
+    said = "held-out accuracy 0.500 to 0.800, log-probs of engine and actor differ by at most 2.0e-03 on average"
+    assert text == f"{num_steps} steps of {1.5 if num_steps == 3 else 1:.2f} s, {said}{old}"
 
 
 def test_a_methods_phases_are_compared_with_ppos(checked):

@@ -57,12 +57,20 @@ def copy_repository(to: Path) -> None:
         shutil.copy(pipeline.REPOSITORY / name, to / name)
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The node's environment, which has torch and another package beside it."""
+    folder = tmp_path_factory.mktemp("base")
+    subprocess.run([PYTHON, "-m", "venv", "--without-pip", folder], check=True)
+    add_distribution(folder, "torch", {"torch/__init__.py": b"__version__ = '2.11.0'\n"})
+    return folder
+
+
 @pytest.fixture
-def node(tmp_path):
-    """A repository on the node, with an environment that has torch and another package beside it, and an old .venv."""
+def node(tmp_path, base):
+    """A repository on the node, beside its environment, with an old .venv."""
     copy_repository(tmp_path / "repository")
-    subprocess.run([PYTHON, "-m", "venv", "--without-pip", tmp_path / "base"], check=True)
-    add_distribution(tmp_path / "base", "torch", {"torch/__init__.py": b"__version__ = '2.11.0'\n"})
+    (tmp_path / "base").symlink_to(base)
     (tmp_path / "repository/.venv").mkdir()
     (tmp_path / "repository/.venv/old").touch()
     return tmp_path

@@ -26,48 +26,21 @@ from openrlhf_bapo.math_tasks.data import (
     read_problems,
 )
 
-# Rows as they are published, chosen among all of them; problems and solutions cut short.
-EXCERPTS = Path(__file__).parents[1] / "data"
-EXCERPTS_OF = {
-    "aime24": ["rows_aime24.jsonl"],
-    "amc23": ["rows_amc23.jsonl"],
-    "minerva": ["rows_minerva.jsonl"],
-    "olympiadbench": ["rows_olympiadbench.jsonl"],
-    "gsm8k": ["rows_gsm8k_train.jsonl", "rows_gsm8k_test.jsonl"],
+DATA = Path(__file__).parents[1] / "data"
+# Rows as they are published, chosen among all of them; problems and solutions cut short. By file: the dataset, the
+# number of rows, the first label, and the rows that are left out by reason.
+EXCERPTS = {
+    "rows_aime24.jsonl": ("aime24", 30, "204", {}),
+    "rows_amc23.jsonl": ("amc23", 40, "27", {}),
+    "rows_minerva.jsonl": ("minerva", 56, "1.6", {}),
+    "rows_olympiadbench.jsonl": ("olympiadbench", 76, "2", {"answer in words": ["row 10 (id 1965)"]}),
+    "rows_gsm8k_train.jsonl": ("gsm8k", 54, "72", {}),
+    "rows_gsm8k_test.jsonl": ("gsm8k", 35, "18", {}),
 }
 
 # Rows in the form in which these datasets are published, with other problems.
-CHAT = [{"content": "Find $2+2$.", "role": "user"}]
-DAPO_PROMPT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nFind $2+2$.\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
-PUBLISHED_FORMS = {
-    "skywork-or1": {
-        "data_source": "train-math-deepscaler",
-        "prompt": CHAT,
-        "ability": "math",
-        "reward_model": {"ground_truth": '["4"]', "style": "rule"},
-        "extra_info": {"index": 0, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-7B": 3}},
-    },
-    "dapo-math": {
-        "data_source": "math_dapo",
-        "prompt": [{"content": DAPO_PROMPT, "role": "user"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-    },
-    "aime25": {"problem": "Find $2+2$.", "answer": "4", "id": "0"},
-    "math500": {
-        "problem": "Find $2+2$.",
-        "solution": "It is $\\boxed{4}$.",
-        "answer": "4",
-        "subject": "Algebra",
-        "level": 1,
-        "unique_id": "test/algebra/1.json",
-    },
-}
+PUBLISHED_FORMS = json.loads((DATA / "published_forms.json").read_text())
+CHAT = PUBLISHED_FORMS["skywork-or1"]["prompt"]
 
 
 def write_rows(path, rows: list[dict]):
@@ -177,19 +150,10 @@ def test_written_prompts_are_read_back_unchanged(rows, name):
     assert again.usable == once.usable and not again.left_out
 
 
-@pytest.mark.parametrize(
-    "name, file, num_rows, first_label, left_out",
-    [
-        ("aime24", "rows_aime24.jsonl", 30, "204", {}),
-        ("amc23", "rows_amc23.jsonl", 40, "27", {}),
-        ("minerva", "rows_minerva.jsonl", 56, "1.6", {}),
-        ("olympiadbench", "rows_olympiadbench.jsonl", 76, "2", {"answer in words": ["row 10 (id 1965)"]}),
-        ("gsm8k", "rows_gsm8k_train.jsonl", 54, "72", {}),
-        ("gsm8k", "rows_gsm8k_test.jsonl", 35, "18", {}),
-    ],
-)
-def test_published_rows_become_prompts(tmp_path, capsys, name, file, num_rows, first_label, left_out):
-    lines = convert(tmp_path, name, EXCERPTS / file)
+@pytest.mark.parametrize("file", EXCERPTS)
+def test_published_rows_become_prompts(tmp_path, capsys, file):
+    name, num_rows, first_label, left_out = EXCERPTS[file]
+    lines = convert(tmp_path, name, DATA / file)
     said = capsys.readouterr()
     assert len(lines) == num_rows - sum(map(len, left_out.values()))
     assert lines[0]["label"] == first_label
@@ -214,11 +178,11 @@ def test_a_row_as_published_becomes_a_bare_problem_and_answer(tmp_path, name, su
 
 
 def test_every_dataset_has_a_tested_form():
-    assert set(DATASETS) == set(EXCERPTS_OF) | set(PUBLISHED_FORMS)
+    assert set(DATASETS) == {name for name, *_ in EXCERPTS.values()} | set(PUBLISHED_FORMS)
 
 
 def published_rows(name: str) -> list[dict]:
-    files = [EXCERPTS / file for file in EXCERPTS_OF.get(name, [])]
+    files = [DATA / file for file, (of, *_) in EXCERPTS.items() if of == name]
     return [json.loads(line) for file in files for line in open(file)] or [PUBLISHED_FORMS[name]]
 
 
@@ -232,29 +196,11 @@ def test_rows_of_one_dataset_are_left_out_of_every_other(name):
     assert not any(reason.startswith("row of") for reason in reasons(rows, name))
 
 
-def test_a_file_of_another_dataset_is_refused_and_out_is_left_as_it_was(tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
-    out.write_text("mine\n")
-    said = mistake(capsys, "aime24", out, "--source", EXCERPTS / "rows_gsm8k_test.jsonl")
-    assert "none of 35 rows can be used as aime24: 35 row of gsm8k (row 1, " in said
-    assert out.read_text() == "mine\n"
-
-
 @pytest.mark.parametrize("name", sorted(set(DATASETS) - {"gsm8k", "olympiadbench"}))
 @pytest.mark.parametrize("text", ["x=2\ny=3", "First we find that x is 2, and then that the answer is 4"])
 def test_a_worked_solution_is_not_a_label(name, text):
     rows = [{"problem": "Find $x$.", "answer": text}]
     assert reasons(rows, name) == {"worked solution in place of an answer": ["row 1"]}
-
-
-def test_the_label_of_a_worked_solution_is_the_content_of_its_box():
-    text = "Two and two make four.\nSo it is $\\boxed{\\frac{8}{2}}$."
-    assert labels([{"problem": "Find $x$.", "answer": text}]) == ["\\frac{8}{2}"]
-
-
-def test_a_matrix_in_several_lines_is_an_answer():
-    matrix = "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"
-    assert labels([{"problem": "Find $x$.", "answer": matrix}]) == [matrix]
 
 
 @pytest.mark.parametrize(
@@ -282,12 +228,6 @@ def test_more_problems_than_the_dataset_has_are_refused(name):
     assert len(read_problems(rows * 2, DATASETS[name]).usable) == num_problems
     with pytest.raises(WrongDataset, match=f"has {num_problems + 1} different problems; allowed: up to"):
         read_problems([*rows, {"problem": "Find $y$.", "answer": "4"}], DATASETS[name])
-
-
-def test_a_file_with_too_many_problems_is_refused_in_one_line(tmp_path, capsys):
-    rows = [{"problem": f"Find $x_{{{i}}}$.", "answer": "4"} for i in range(31)]
-    said = mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", write_rows(tmp_path / "rows.jsonl", rows))
-    assert "has 31 different problems; allowed: up to the 30 of math-ai/aime25" in said
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
@@ -342,22 +282,6 @@ def test_deep_nesting_is_refused_in_one_line(tmp_path, capsys, name, depth):
     # Rows that the parser can still read are left out like other unusable rows.
     assert "1 list or dict written as text (row 1)" in said or (depth == DEEP and "cannot be read" in said)
     assert depth < DEEP or name == "rows.json" or "line 1 is not JSON" in said
-
-
-@pytest.mark.parametrize("answer", ["[" * DEEP, "[" * DEEP + "]" * DEEP])
-def test_an_answer_nested_deeply_in_its_text_is_left_out(answer):
-    rows = [{"problem": "Find $x$.", "answer": answer}, {"problem": "Find $y$.", "answer": "4"}]
-    assert labels(rows) == ["4"]
-    assert reasons(rows) == {"list or dict written as text": ["row 1"]}
-
-
-def test_csv_gives_the_same_as_json(tmp_path):
-    rows = [{"problem": 'Say "2",\nthen', "answer": "027"}, {"problem": "and this", "answer": 27.0}]
-    csv_file, json_file = (write_rows(tmp_path / f"rows{suffix}", rows) for suffix in (".csv", ".json"))
-    csv_file.write_bytes(b"\xef\xbb\xbf" + csv_file.read_bytes())  # as spreadsheets write it
-    by_suffix = [convert(tmp_path, "amc23", source) for source in (csv_file, json_file)]
-    assert by_suffix[0] == by_suffix[1]
-    assert [line["label"] for line in by_suffix[0]] == ["27", "27"]
 
 
 def test_a_nested_value_that_csv_turned_into_text_is_left_out(tmp_path, capsys):
@@ -440,41 +364,11 @@ def test_the_module_is_a_command():
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1 and "aime99" in run.stderr
 
 
-def test_equal_rows_are_written_once_and_counted():
-    row = PUBLISHED_FORMS["dapo-math"]
-    problems = read_problems([row] * 100, DATASETS["dapo-math"])
-    assert problems.usable == [("Find $2+2$.", "4")]
-    assert problems.left_out == {"duplicate of an earlier row": [f"row {number}" for number in range(2, 101)]}
-
-
-@pytest.mark.parametrize("end", [".", ""])
-def test_the_instruction_around_a_dapo_problem_is_removed_with_and_without_its_full_stop(end):
-    row = PUBLISHED_FORMS["dapo-math"] | {"prompt": DAPO_PROMPT.removesuffix(".") + end}
-    assert read_problems([row], DATASETS["dapo-math"]).usable == [("Find $2+2$.", "4")]
-
-
-@pytest.mark.parametrize("problem", ["Find $x$.", "Is $x<i$ in the image of $f$?"])
-def test_a_problem_without_an_image_and_an_instruction_is_written_unchanged(problem):
-    for name in ("math500", "dapo-math"):
-        assert read_problems([{"problem": problem, "answer": "4"}], DATASETS[name]).usable == [(problem, "4")]
-
-
-def test_problems_that_differ_only_in_white_space_are_the_same():
-    rows = [{"problem": problem, "answer": "4"} for problem in ("Find $x$.", "Find\n $x$. ", "Find $y$.")]
-    assert reasons(rows) == {"duplicate of an earlier row": ["row 2"]}
-
-
 def test_duplicates_are_counted_but_not_listed_one_by_one(tmp_path, capsys):
     convert(tmp_path, "aime25", write_rows(tmp_path / "rows.jsonl", [{"problem": "Find $x$.", "answer": "4"}] * 10))
     said = capsys.readouterr()
     assert "left out: 9 duplicate of an earlier row (row 2, row 3, row 4, row 5, row 6, ...)\n" in said.out
     assert said.err == ""
-
-
-def test_a_problem_with_two_answers_is_left_out():
-    rows = [{"problem": "Find $x$.", "answer": answer} for answer in "455"] + [{"problem": "Find $y$.", "answer": "6"}]
-    assert labels(rows) == ["6"]
-    assert reasons(rows) == {"same problem with another answer": ["row 2", "row 3", "row 1"]}
 
 
 @pytest.mark.parametrize(
@@ -505,48 +399,10 @@ def test_a_row_that_cannot_be_checked_is_left_out_with_its_reason(row, reason):
     assert found.startswith(reason) and names == ["row 1 (id 17)"]
 
 
-def test_an_answer_is_written_without_dollar_signs_and_full_stop():
-    rows = [
-        {"problem": "a", "answer": "$69$,$84$"},
-        {"problem": "b", "answer": "\\$18.90"},
-        {"problem": "c", "final_answer": ["$(-\\infty, 0) \\cup\\{1\\}$."]},
-        {"problem": "d", "answer": "[0, 1]"},
-        {"problem": "e", "answer": 2.5},
-        {"problem": "f", "Answer": 70},
-    ]
-    assert labels(rows) == ["69,84", "\\$18.90", "(-\\infty, 0) \\cup\\{1\\}", "[0, 1]", "2.5", "70"]
-
-
-def test_minerva_keeps_what_its_authors_call_a_nonessential_image():
-    problem = "Find it.\n\\includegraphics[scale=0.5]{a.jpg}\n\\nonessentialimage\nNow"
-    assert labels([{"problem": problem, "solution": "\\boxed{4}"}], "minerva") == ["4"]
-    assert reasons([{"problem": problem.replace("nonessential", ""), "solution": "\\boxed{4}"}]) == {
-        "needs an image": ["row 1"]
-    }
-
-
-def test_a_gsm8k_answer_is_what_follows_the_mark_without_thousands_commas():
-    rows = [{"question": q, "answer": a} for q, a in (("a", "2 and\n#### 1,450,000"), ("b", "-3"), ("c", "It is 3."))]
-    assert labels(rows, "gsm8k") == ["1450000", "-3"]
-    assert reasons(rows, "gsm8k") == {'no "####" before the answer': ["row 3"]}
-
-
 def test_a_prompt_suffix_replaces_ours_and_an_empty_one_adds_nothing(tmp_path):
     source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
     for suffix, text in (("Box it.", "Find $2+2$.\nBox it."), ("", "Find $2+2$.")):
         assert convert(tmp_path, "aime25", source, "--prompt_suffix", suffix)[0]["input"] == text
-
-
-def test_the_same_command_writes_the_same_file_again_over_itself(tmp_path):
-    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
-    assert convert(tmp_path, "aime25", source) == convert(tmp_path, "aime25", source)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
-
-
-def test_the_folder_of_the_file_is_created(tmp_path):
-    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
-    data.main(["aime25", str(tmp_path / "new/folder/out.jsonl"), "--source", str(source)])
-    assert (tmp_path / "new/folder/out.jsonl").is_file()
 
 
 @pytest.mark.parametrize("apply_chat_template", [False, True])
@@ -568,41 +424,141 @@ def test_openrlhfs_prompt_dataset_reads_the_result(tmp_path, apply_chat_template
     assert dataset[1][2] == "2026-01-01"
 
 
-def test_mistakes_end_in_one_line_that_says_what_is_allowed(tmp_path, capsys):
-    out = tmp_path / "out.jsonl"
+def answers(*answers, **more) -> list[dict]:
+    return [{"problem": f"Find $x_{{{i}}}$.", "answer": answer} | more for i, answer in enumerate(answers)]
+
+
+MATRIX = "\\begin{pmatrix}\n1 \\\\\n2\n\\end{pmatrix}"
+# By what they show: dataset, rows, the labels of those that are written, and the rows that are left out by reason.
+ROWS = {
+    "equal rows are written once": (
+        "dapo-math",
+        [PUBLISHED_FORMS["dapo-math"]] * 100,
+        ["4"],
+        {"duplicate of an earlier row": [f"row {number}" for number in range(2, 101)]},
+    ),
+    "problems that differ only in white space are the same": (
+        "math500",
+        [{"problem": problem, "answer": "4"} for problem in ("Find $x$.", "Find\n $x$. ", "Find $y$.")],
+        ["4", "4"],
+        {"duplicate of an earlier row": ["row 2"]},
+    ),
+    "a problem with two answers is left out": (
+        "math500",
+        [*({"problem": "Find $x$.", "answer": answer} for answer in "455"), {"problem": "Find $y$.", "answer": "6"}],
+        ["6"],
+        {"same problem with another answer": ["row 2", "row 3", "row 1"]},
+    ),
+    "an answer nested deeply in its text is left out": (
+        "math500",
+        answers("[" * DEEP, "[" * DEEP + "]" * DEEP, "4"),
+        ["4"],
+        {"list or dict written as text": ["row 1", "row 2"]},
+    ),
+    "a matrix in several lines is an answer": ("math500", answers(MATRIX), [MATRIX], {}),
+    "the label of a worked solution is the content of its box": (
+        "math500",
+        answers("Two and two make four.\nSo it is $\\boxed{\\frac{8}{2}}$."),
+        ["\\frac{8}{2}"],
+        {},
+    ),
+    "an answer is written without dollar signs and full stop": (
+        "math500",
+        [
+            *answers("$69$,$84$", "\\$18.90", "[0, 1]", 2.5),
+            {"problem": "a", "final_answer": ["$(-\\infty, 0) \\cup\\{1\\}$."]},
+            {"problem": "b", "Answer": 70},
+        ],
+        ["69,84", "\\$18.90", "[0, 1]", "2.5", "(-\\infty, 0) \\cup\\{1\\}", "70"],
+        {},
+    ),
+    "Minerva keeps what its authors call a nonessential image": (
+        "minerva",
+        [
+            {"problem": f"\\includegraphics[scale=0.5]{{a.jpg}}\n\\{image}\n", "solution": "\\boxed{4}"}
+            for image in ("nonessentialimage", "image")
+        ],
+        ["4"],
+        {"needs an image": ["row 2"]},
+    ),
+    "a GSM8K answer is what follows the mark, without commas of thousands": (
+        "gsm8k",
+        answers("2 and\n#### 1,450,000", "-3", "It is 3."),
+        ["1450000", "-3"],
+        {'no "####" before the answer': ["row 3"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", ROWS)
+def test_rows_become_labels_or_are_left_out_with_a_reason(claim):
+    name, rows, expected, left_out = ROWS[claim]
+    assert (labels(rows, name), reasons(rows, name)) == (expected, left_out)
+
+
+DAPO_PROMPT = PUBLISHED_FORMS["dapo-math"]["prompt"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "problem, written",
+    [
+        (DAPO_PROMPT, "Find $2+2$."),
+        (DAPO_PROMPT.removesuffix("."), "Find $2+2$."),
+        ("Find $x$.", "Find $x$."),
+        ("Is $x<i$ in the image of $f$?", "Is $x<i$ in the image of $f$?"),
+    ],
+)
+def test_a_problem_is_written_without_dapos_instruction_and_otherwise_unchanged(problem, written):
+    assert read_problems([{"problem": problem, "answer": "4"}], DATASETS["dapo-math"]).usable == [(written, "4")]
+
+
+def test_csv_gives_the_same_as_json(tmp_path):
+    rows = [{"problem": 'Say "2",\nthen', "answer": "027"}, {"problem": "and this", "answer": 27.0}]
+    as_csv, as_json = (convert(tmp_path, "amc23", write_rows(tmp_path / f"rows{x}", rows)) for x in (".csv", ".json"))
+    assert as_csv == as_json and [line["label"] for line in as_csv] == ["27", "27"]
+
+
+def test_the_same_command_writes_the_same_file_again_over_itself_and_makes_its_folder(tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", [PUBLISHED_FORMS["aime25"]])
+    folder = tmp_path / "new/folder"
+    assert convert(folder, "aime25", source) == convert(folder, "aime25", source)
+    assert [file.name for file in folder.iterdir()] == ["out.jsonl"]
+
+
+# Each source as its file's name and content, and the words of the mistake.
+BAD_SOURCES = [
+    ("missing.jsonl", None, "No such file"),
+    (".", None, "no dataset in it"),
+    ("rows.txt", b"4\n", ".parquet"),
+    ("broken.jsonl", b'{"problem": "a", "answer": "4"}\n{"problem"\n', "line 2 is not JSON"),
+    ("numbers.json", b"[1, 2]", "row 1 is not a JSON object"),
+    ("broken.parquet", b"not parquet", "cannot be read"),
+    ("latin.csv", b"problem,answer\n\xe9,4\n", "cannot be read"),
+    ("long.csv", b"problem,answer\n" + b"a" * 200_000 + b",4\n", "field larger"),
+    ("empty.jsonl", b"", "none of 0 rows"),
+    ("bad.json", [{"text": "a", "answer": "4"}], "keys text, answer; allowed: one of problem, question, prompt"),
+    ("bad.json", [{"problem": "a", "result": "4"}], "keys problem, result; allowed: one of answer, final_answer"),
+    ("bad.json", answers(""), "none of 1 rows can be used as aime25: 1 no answer (row 1)"),
+    ("bad.json", answers(*"4" * 31), "has 31 different problems; allowed: up to the 30 of math-ai/aime25"),
+    ("bad.json", answers(*["#### 4"] * 9), "none of 9 rows can be used as aime25: 9 row of gsm8k (row 1, row 2, "),
+]
+
+
+@pytest.mark.parametrize("name, content, words", BAD_SOURCES)
+def test_a_bad_source_ends_in_one_line_and_out_stays_as_it_was(tmp_path, capsys, name, content, words):
+    source, out = tmp_path / "sources" / name, tmp_path / "out.jsonl"
+    (tmp_path / "sources").mkdir()
+    out.write_text("mine\n")
+    if content is not None:
+        source.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    said = mistake(capsys, "aime25", out, "--source", source)
+    assert f"--source {source}: " in said and words in said
+    assert out.read_text() == "mine\n" and {file.name for file in tmp_path.iterdir()} == {"sources", "out.jsonl"}
+
+
+def test_mistakes_in_the_flags_end_in_one_line_that_says_what_is_allowed(tmp_path, capsys):
     good = write_rows(tmp_path / "good.jsonl", [PUBLISHED_FORMS["aime25"]])
-    assert "'aime99'" in (said := mistake(capsys, "aime99", out)) and "olympiadbench" in said
-
-    missing, empty_directory = tmp_path / "missing.jsonl", tmp_path / "directory"
-    empty_directory.mkdir()
-    (tmp_path / "rows.txt").write_text("4\n")
-    (tmp_path / "broken.jsonl").write_text('{"problem": "a", "answer": "4"}\n{"problem"\n')
-    (tmp_path / "numbers.json").write_text("[1, 2]")
-    (tmp_path / "broken.parquet").write_text("not parquet")
-    (tmp_path / "latin.csv").write_bytes(b"problem,answer\n\xe9,4\n")
-    for source, words in (
-        (missing, "No such file"),
-        (empty_directory, "no dataset in it"),
-        (tmp_path / "rows.txt", ".parquet"),
-        (tmp_path / "broken.jsonl", "line 2 is not JSON"),
-        (tmp_path / "numbers.json", "row 1 is not a JSON object"),
-        (tmp_path / "broken.parquet", "cannot be read"),
-        (tmp_path / "latin.csv", "cannot be read"),
-    ):
-        said = mistake(capsys, "aime25", out, "--source", source)
-        assert f"--source {source}" in said and words in said and "allowed: " in said
-
-    for row, words in (
-        ({"text": "a", "answer": "4"}, "keys text, answer; allowed: one of problem, question, prompt"),
-        ({"problem": "a", "result": "4"}, "keys problem, result; allowed: one of answer, final_answer"),
-        ({"problem": "a", "answer": ""}, "none of 1 rows can be used as aime25: 1 no answer (row 1)"),
-    ):
-        assert words in mistake(capsys, "aime25", out, "--source", write_rows(tmp_path / "bad.jsonl", [row]))
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "long.csv").write_text(f"problem,answer\n{'a' * 200_000},4\n")
-    assert "field larger" in mistake(capsys, "aime25", out, "--source", tmp_path / "long.csv")
-    assert "none of 0 rows" in mistake(capsys, "aime25", out, "--source", tmp_path / "empty.jsonl")
-    for bad_out in (good / "out.jsonl", empty_directory):
-        assert f"OUT.jsonl {bad_out}" in mistake(capsys, "aime25", bad_out, "--source", good)
-    assert "--split dev" in mistake(capsys, "aime25", out, "--source", good, "--split", "dev")
-    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob("*.part"))
+    assert "'aime99'" in (said := mistake(capsys, "aime99", tmp_path / "out.jsonl")) and "olympiadbench" in said
+    assert f"OUT.jsonl {good}/out.jsonl" in mistake(capsys, "aime25", good / "out.jsonl", "--source", good)
+    assert "--split dev" in mistake(capsys, "aime25", tmp_path / "out.jsonl", "--source", good, "--split", "dev")
+    assert list(tmp_path.iterdir()) == [good]

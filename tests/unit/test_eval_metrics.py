@@ -1,7 +1,7 @@
 """Metrics of an evaluation, compared with enumerations of all cases."""
 
 import math
-from itertools import combinations, pairwise
+from itertools import combinations
 from statistics import fmean
 
 import pytest
@@ -19,13 +19,14 @@ from openrlhf_bapo.math_tasks.metrics import (
 
 rewards_of_a_problem = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=8)
 answers = st.sampled_from([None, "1", "2", "3"])
-problems = st.lists(
-    st.lists(st.tuples(st.sampled_from([None, 0.0, 1.0]), answers), min_size=4, max_size=4), min_size=1, max_size=6
+graded_responses = st.builds(
+    GradedResponse,
+    reward=st.sampled_from([None, 0.0, 0.25, 1.0]),
+    answer=answers,
+    truncated=st.booleans(),
+    num_tokens=st.integers(1, 100),
 )
-
-
-def responses(rewards_and_answers) -> list[GradedResponse]:
-    return [GradedResponse(reward, answer, truncated=False, num_tokens=1) for reward, answer in rewards_and_answers]
+problems = st.lists(st.lists(graded_responses, min_size=4, max_size=4), min_size=1, max_size=6)
 
 
 @given(rewards_of_a_problem, st.data())
@@ -43,46 +44,33 @@ def test_pass_at_k_of_right_and_wrong_is_the_unbiased_estimate_without_overflow(
     assert pass_at(rewards, k).item() == pytest.approx(expected, abs=1e-9)
 
 
-@given(rewards_of_a_problem)
-def test_pass_at_k_goes_from_the_mean_to_the_maximum_and_never_falls(rewards):
-    by_k = [pass_at(torch.tensor([rewards]), k).item() for k in range(1, len(rewards) + 1)]
-    assert by_k[0] == pytest.approx(fmean(rewards), abs=1e-6) and by_k[-1] == pytest.approx(max(rewards))
-    assert all(low <= high + 1e-9 for low, high in pairwise(by_k))
-
-
-@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), answers), min_size=1, max_size=8))
+@given(st.lists(graded_responses, min_size=1, max_size=8))
 def test_majority_is_the_mean_reward_of_the_answers_with_the_most_votes(votes):
-    given_answers = [answer for _, answer in votes if answer is not None]
-    expected = 0.0
-    if given_answers:
-        counts = {answer: given_answers.count(answer) for answer in given_answers}
-        tied = [answer for answer in counts if counts[answer] == max(counts.values())]
-        expected = fmean(fmean(reward for reward, answer in votes if answer == one) for one in tied)
-    assert majority(responses(votes)) == pytest.approx(expected)
-
-
-def test_an_ungraded_response_counts_as_0():
-    some = responses([(1.0, "1"), (None, "1"), (None, None), (1.0, "2")])
-    assert evaluation_metrics({"sums": [some]}, [4], seed=0)["sums"]["avg@4"].mean == 0.5
-    assert majority(some) == 0.5
+    given_answers = [vote.answer for vote in votes if vote.answer is not None]
+    if not given_answers:
+        assert majority(votes) == 0
+        return
+    counts = {answer: given_answers.count(answer) for answer in given_answers}
+    tied = [answer for answer in counts if counts[answer] == max(counts.values())]
+    expected = fmean(fmean(vote.reward or 0.0 for vote in votes if vote.answer == one) for one in tied)
+    assert majority(votes) == pytest.approx(expected)
 
 
 @settings(max_examples=30)
 @given(problems, problems)
 def test_every_mean_is_over_problems_and_lies_in_its_interval(first, second):
-    datasets = {"first": [responses(one) for one in first], "second": [responses(one) for one in second]}
+    datasets = {"first": first, "second": second}
     metrics = evaluation_metrics(datasets, [1, 2], seed=0)
-    for name, rows in (("first", first), ("second", second)):
-        accuracy = fmean(fmean(reward or 0.0 for reward, _ in row) for row in rows)
-        assert metrics[name]["avg@4"].mean == pytest.approx(accuracy)
-        assert metrics[name]["pass@1"].mean == pytest.approx(accuracy)
-        has_votes = any(answer is not None for row in rows for _, answer in row)
-        assert {metric for metric, found in metrics[name].items() if found is None} == (
-            set() if has_votes else {"majority@4"}
-        )
-        if has_votes:
-            votes = fmean(majority(responses(row)) for row in rows)
-            assert metrics[name]["majority@4"].mean == pytest.approx(votes)
+    for name, rows in datasets.items():
+        accuracy = fmean(fmean(one.reward or 0.0 for one in row) for row in rows)
+        expected = {"avg@4": accuracy, "pass@1": accuracy}
+        expected["pass@2"] = fmean(fmean(map(max, combinations([r.reward or 0.0 for r in row], 2))) for row in rows)
+        expected["truncated"] = fmean(one.truncated for row in rows for one in row)
+        expected["length"] = fmean(one.num_tokens for row in rows for one in row)
+        has_votes = any(one.answer is not None for row in rows for one in row)
+        expected["majority@4"] = fmean(map(majority, rows)) if has_votes else None
+        means = {metric: estimate and estimate.mean for metric, estimate in metrics[name].items()}
+        assert means == pytest.approx(expected)
     for name, macro in metrics["macro average"].items():
         of_datasets = [metrics["first"][name], metrics["second"][name]]
         assert (macro is None) == (None in of_datasets)
@@ -90,38 +78,6 @@ def test_every_mean_is_over_problems_and_lies_in_its_interval(first, second):
             assert macro.mean == pytest.approx(fmean(estimate.mean for estimate in of_datasets))
     found = [estimate for metrics_of in metrics.values() for estimate in metrics_of.values() if estimate is not None]
     assert all(one.low - 1e-9 <= one.mean <= one.high + 1e-9 for one in found)
-
-
-def test_majority_is_unknown_where_no_response_has_an_answer():
-    metrics = evaluation_metrics({"mute": [responses([(1.0, None)])], "sums": [responses([(1.0, "1")])]}, [1], seed=0)
-    assert metrics["mute"]["majority@1"] is None and metrics["macro average"]["majority@1"] is None
-    assert metrics["sums"]["majority@1"].mean == 1
-
-
-graded_problems = st.lists(
-    st.lists(
-        st.builds(
-            GradedResponse,
-            reward=st.sampled_from([None, 0.0, 0.25, 1.0]),
-            answer=answers,
-            truncated=st.booleans(),
-            num_tokens=st.integers(1, 100),
-        ),
-        min_size=2,
-        max_size=2,
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(max_examples=30)
-@given(graded_problems)
-def test_truncated_is_a_fraction_of_the_responses_and_length_their_mean_in_tokens(problems):
-    estimates = evaluation_metrics({"some": problems}, [1], seed=0)["some"]
-    each = [response for responses in problems for response in responses]
-    assert estimates["truncated"].mean == pytest.approx(sum(one.truncated for one in each) / len(each))
-    assert estimates["length"].mean == pytest.approx(sum(one.num_tokens for one in each) / len(each))
 
 
 def of_rewards(rewards) -> list[list[GradedResponse]]:

@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-from argparse import Namespace
-from contextlib import nullcontext
 
 import pipeline
 import pytest
@@ -77,26 +74,3 @@ def test_a_template_that_cannot_take_the_input_is_refused_as_train_refuses_it(di
     assert end.value.code == 2
     assert line.startswith(f"openrlhf-bapo: --input_template {template!r}: allowed: a text with {{}} for the input")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_progress_bar_counts_an_earlier_runs_problems_and_shows_the_mean_reward_of_all(
-    tmp_path, monkeypatch, capsys
-):
-    problems = [evaluation.Problem(f"file:{n}", "sums", {"input": "1+2=", "label": "3"}) for n in range(3)]
-    responses = {
-        problem.key: [{"text": "3", "num_tokens": 1, "truncated": False, "answer": "3", "reward": reward}] * 2
-        for problem, reward in zip(problems, (1.0, None, 0.5), strict=True)
-    }
-    record = evaluation.EvaluationRecord(str(tmp_path / "out"), {})
-    record.append(problems[0], "1+2=", "3", responses["file:0"])
-    # The engines need Ray; tests/full/test_evaluate.py has the real ones.
-    monkeypatch.setattr(evaluation, "running_engines", lambda *_, **__: nullcontext([]))
-    monkeypatch.setattr(evaluation, "generate", lambda *_: ((each, responses[each.key]) for each in problems[1:]))
-    monkeypatch.setattr(evaluation, "describe_response", lambda response, _: response)
-    names = "model num_engines tensor_parallel_size gpu_memory_utilization seed temperature top_p".split()
-    args = Namespace(**dict.fromkeys(names), label_key="label", n=2)
-    prompts = evaluation.Prompts(None, {problem.key: "1+2=" for problem in problems}, False, 8, 16)
-    evaluate._generate(args, [], problems[1:], prompts, record)
-    assert record.finished.keys() == responses.keys()
-    bar = capsys.readouterr().err.splitlines()[-1].split("\r")[-1]
-    assert re.search(r"100%.* 3/3 \[.* problems.*, mean reward 0\.500\]$", bar), bar

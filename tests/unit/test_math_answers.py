@@ -72,35 +72,20 @@ def math_verify_alone(pair: dict) -> bool:
     return math_verify.verify(gold, answer, timeout_seconds=None)
 
 
-def test_the_grader_is_right_wherever_math_verify_is_right(patient_grader, capsys):
-    grades = patient_grader.grade([response_of(pair) for pair in PAIRS], [pair["gold"] for pair in PAIRS])
-    ours = [grade.is_correct for grade in grades]
-    table = {
-        "false negatives": [pair["equal"] and not right for pair, right in zip(PAIRS, ours, strict=True)],
-        "false positives": [not pair["equal"] and right for pair, right in zip(PAIRS, ours, strict=True)],
-    }
-    theirs = {
-        "false negatives": sum(pair["equal"] and not pair["math_verify"] for pair in PAIRS),
-        "false positives": sum(not pair["equal"] and pair["math_verify"] for pair in PAIRS),
-    }
-    with capsys.disabled():
-        num_equal = sum(pair["equal"] for pair in PAIRS)
-        print(f"\n{len(PAIRS)} pairs of {len({pair['kind'] for pair in PAIRS})} kinds, {num_equal} of them equal")
-        for name, wrong in table.items():
-            print(f"  {name}: {sum(wrong)}, math-verify alone {theirs[name]}")
-    wrong = [pair for pair, right in zip(PAIRS, ours, strict=True) if pair["equal"] != right]
-    assert [pair for pair in wrong if pair["equal"] == pair["math_verify"]] == []
-    assert [pair for pair in wrong if not pair["equal"]] == []
-    assert len(wrong) <= 12 and len(PAIRS) >= 600
+def wrongly_graded(grader, pairs: list[dict]) -> list[dict]:
+    """Return the pairs that are judged wrong. None may be wrongly right, or wrong where math-verify alone is right."""
+    grades = grader.grade([response_of(pair) for pair in pairs], [pair["gold"] for pair in pairs])
+    wrong = [pair for pair, grade in zip(pairs, grades, strict=True) if pair["equal"] != grade.is_correct]
+    assert [pair for pair in wrong if not pair["equal"] or pair["math_verify"]] == []
+    return wrong
+
+
+def test_the_grader_is_right_wherever_math_verify_is_right(patient_grader):
+    assert len(wrongly_graded(patient_grader, PAIRS)) <= 12 and len(PAIRS) >= 600
 
 
 def test_the_300_adversarial_pairs_are_judged_right_except_the_named_false_negatives(patient_grader):
-    golds = [pair["gold"] for pair in ADVERSARIAL]
-    grades = patient_grader.grade([response_of(pair) for pair in ADVERSARIAL], golds)
-    wrong = [pair for pair, grade in zip(ADVERSARIAL, grades, strict=True) if pair["equal"] != grade.is_correct]
-    assert [pair for pair in wrong if not pair["equal"]] == []
-    assert [pair for pair in wrong if pair["equal"] == pair["math_verify"]] == []
-    assert wrong == [pair for pair in ADVERSARIAL if "false_negative" in pair]
+    assert wrongly_graded(patient_grader, ADVERSARIAL) == [pair for pair in ADVERSARIAL if "false_negative" in pair]
     assert len(ADVERSARIAL) == 300 and sum(not pair["equal"] for pair in ADVERSARIAL) == 158
 
 
@@ -213,6 +198,7 @@ def test_every_gold_answer_of_the_benchmarks_is_wrong_against_another_one(name, 
 # Equal answers -------------------------------------------------------------------------------------------------------
 
 FEW = settings(max_examples=15)
+END_TOKENS = "<turn|> [|endofturn|] <seed:eos>".split()
 integers = st.integers(-(10**12), 10**12)
 fractions = st.fractions(-1000, 1000, max_denominator=999)
 
@@ -296,17 +282,7 @@ def test_intervals_are_equal_in_bounds_and_brackets(low, high, brackets, others)
 @FEW
 @given(
     fractions,
-    st.sampled_from(
-        [
-            r"\text{ cm}",
-            r"\mathrm{~m} / \mathrm{s}",
-            "cm",
-            " hours",
-            " square meters",
-            r"^{\circ}",
-            r"\text{ cm}^2",
-        ]
-    ),
+    st.sampled_from(r"\text{ cm};\mathrm{~m} / \mathrm{s};cm; hours; square meters;^{\circ};\text{ cm}^2".split(";")),
 )
 def test_units_and_signs_do_not_matter(value, unit):
     assert equal(as_latex(value) + unit, as_latex(value))
@@ -342,21 +318,7 @@ def test_letters_of_another_case_are_other_variables(form, letter):
 @given(
     st.integers(10, 10**6),
     st.sampled_from(["**{}**", "*{}*", "__{}__", "`{}`", "\u201c{}\u201d", "${}$", "**${}$**", "{}"]),
-    st.sampled_from(
-        [
-            "",
-            ".",
-            "!",
-            "\n\n---",
-            "\n***",
-            "\n```",
-            " \U0001f389",
-            "\n\n\u2705\ufe0f",
-            "<turn|>",
-            "[|endofturn|]",
-            "<seed:eos>",
-        ]
-    ),
+    st.sampled_from(["", ".", "!", "\n\n---", "\n***", "\n```", " \U0001f389", "\n\n\u2705\ufe0f", *END_TOKENS]),
 )
 def test_the_answer_is_found_through_emphasis_rules_emoji_and_end_tokens(number, emphasis, end):
     for start in ("The answer is ", "```\n**Final answer:** ", "Hm.\n## Final answer\n"):
@@ -405,21 +367,11 @@ def test_answers_that_look_alike_have_one_form_to_be_counted(answers, form):
 
 @pytest.mark.parametrize(
     ("response", "answer"),
-    [
+    [  # math_pairs.jsonl has those that math-verify finds too
         (r"\boxed{1} or rather \boxed{7}", "7"),
-        (r"\boxed{\boxed{7}}", "7"),
         (r"\fbox{7}", "7"),
-        (r"\boxed{2} and \boxed{3}", "2,3"),
-        ("The final answer is $7$. I hope it is correct.", "7"),
-        ("So:\n**Answer:** 7", "7"),
-        ("So:\n#### 1,007", "1007"),
-        ("The answer is 8.\nNo: the answer is 7.", "7"),
-        ("So:\n$x = 7$\n", "7"),
-        (r"<think>\boxed{8}</think> Thus \boxed{7}.", "7"),
-        ("<think>8</think>\n7", "7"),
         (r"<think>\boxed{7}", None),  # cut off in its reasoning
         (r"\boxed{7} or rather \boxed{8", None),  # cut off in its answer
-        (r"Thus $\boxed 7$.", "7"),
         ("Answer: 7 apples. I hope it is correct.", "7"),
         ("So\n\\[\nx = 7.\n\\]", "7"),
         (r"x is $\boxed{2}$ and y is $\boxed{3}$", "2,3"),
@@ -441,15 +393,8 @@ def test_a_number_in_the_middle_of_a_truncated_response_is_not_an_answer(number)
 @given(integers)
 def test_the_response_is_what_follows_the_prompt_without_special_tokens(number):
     prompt = "<|im_start|>user\nPut it into \\boxed{1}.<|im_end|>\n<|im_start|>assistant\n"
-    other_models = (
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        "</s>",
-        "<eos>",
-        "<turn|>",
-        "[|endofturn|]",
-        "<seed:eos>",
-    )
-    for end in ("<|im_end|>", "<|endoftext|>", *other_models, ""):
+    of_deepseek = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    for end in ("", *"<|im_end|> <|endoftext|> </s> <eos>".split(), of_deepseek, *END_TOKENS):
         for query in (f"{prompt}#### {number}{end}", f"{prompt[30:]}#### {number}{end}"):
             assert response_from_query(query, prompt) == f"#### {number}"
     thinking = prompt + "<think>\n"

@@ -1,17 +1,15 @@
 """What `openrlhf-bapo plan` says of training steps, staleness and bytes, and the machines that it refuses."""
 
-import csv
 import json
 
 import pipeline
-import pyarrow
-import pyarrow.parquet
 import pytest
+from test_data import write_rows
 
 from openrlhf_bapo.cli import plan
 from openrlhf_bapo.run.plan import Machine, make_plan, read_shape, training_setup
 
-ROWS = [{"input": f"{n}+1=", "label": str(n + 1)} for n in range(37)]
+ROWS = [{"input": f"{n}+1=\n", "label": str(n + 1)} for n in range(37)]
 
 
 @pytest.fixture(scope="module")
@@ -24,24 +22,11 @@ def facts(directory, **flags) -> dict[str, str]:
     return make_plan(args, read_shape(str(directory / "model")), Machine()).facts
 
 
-def write(file) -> None:
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
-    elif file.suffix == ".csv":
-        with open(file, "w", newline="") as stream:
-            table = csv.DictWriter(stream, ROWS[0])
-            table.writeheader()
-            table.writerows([{"input": "two\nlines", "label": "1"}, *ROWS[1:]])
-    elif file.suffix == ".json":
-        file.write_text(json.dumps(ROWS))
-    else:
-        file.write_text("\n\n".join(json.dumps(row, indent=1) for row in ROWS))
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_each_episode_has_a_training_step_for_the_prompts_that_are_left(directory, kind):
-    file = directory / f"prompts.{kind}"
-    write(file)
+    file = write_rows(directory / f"prompts.{kind}", ROWS)
+    if kind == "jsonl":  # an object may have several lines
+        file.write_text("\n\n".join(json.dumps(row, indent=1) for row in ROWS))
     planned = facts(directory, data__prompt_dataset=file, train__num_episodes=2)
     assert planned["training steps"] == "6 from 37 prompts"  # of 16, 16 and 5 prompts, twice
 
