@@ -59,4 +59,4 @@ class Counting(Mine):
 
 class Forgetful(Mine):
     def load_state_dict(self, state):
-        super().load_state_dict(state | {"upper": torch.tensor(1.5)})
+        super().load_state_dict(state | {"upper": torch.tensor(1.5, dtype=torch.float64)})
