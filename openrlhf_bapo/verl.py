@@ -28,7 +28,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from openrlhf_bapo.rules.clip_config import DEFAULT_PRESET, ClipConfig, SmoothingConfig
 from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, make_clip_rule, share_weights
 from openrlhf_bapo.rules.other_rules import RULES, default_settings, make_rule
-from openrlhf_bapo.rules.own_rules import is_own_rule
+from openrlhf_bapo.rules.own_rules import installed_rules, is_own_rule, located
 from openrlhf_bapo.rules.rule_loss import RuleUpdates
 from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
 
@@ -57,8 +57,8 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     """The tokens that a search uses: those of an "update" or of a "micro_batch"; None: the preset's scope."""
 
     rule: str | None = None
-    """A rule's name in `RULES` (rules/other_rules.py), or FILE.py:CLASS, in place of BAPO's; the settings above are
-    then not allowed."""
+    """A rule's name in `RULES` (rules/other_rules.py) or of an installed rule, FILE.py:CLASS, or MODULE:CLASS, in place
+    of BAPO's; the settings above are then not allowed."""
 
     rule_settings: dict = field(default_factory=dict)
     """Settings of that rule, in place of its defaults."""
@@ -91,20 +91,25 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         print(f"openrlhf-bapo: verl's policy loss is bapo, scope {config.scope}, {config}", flush=True)
         return make_clip_rule(config)
 
-    def _other_rule(self, name: str) -> ClipRule:
+    def _other_rule(self, given: str) -> ClipRule:
+        name = given if given in RULES else located(given)
         if name not in RULES and not is_own_rule(name):
-            raise ValueError(
-                f"policy_loss.rule {name!r} is unknown; allowed: {', '.join(RULES)}, FILE.py:CLASS, MODULE:CLASS"
-            )
+            allowed = *RULES, *installed_rules(), "FILE.py:CLASS", "MODULE:CLASS"
+            raise ValueError(f"policy_loss.rule {given!r} is unknown; allowed: {', '.join(allowed)}")
         if self.preset != DEFAULT_PRESET or self.search or self.smoothing or self.scope:
-            raise ValueError(f"policy_loss.rule {name!r} is allowed only without preset, search, smoothing and scope")
-        allowed = default_settings(name)
-        if unknown := [setting for setting in self.rule_settings if setting not in allowed]:
-            raise ValueError(
-                f"policy_loss.rule_settings {unknown[0]!r} is unknown with rule {name}; allowed: {', '.join(allowed)}"
-            )
-        settings = allowed | dict(self.rule_settings)
-        print(f"openrlhf-bapo: verl's policy loss is bapo, rule {name}, {settings}", flush=True)
+            raise ValueError(f"policy_loss.rule {given!r} is allowed only without preset, search, smoothing and scope")
+        settings = default_settings(name)
+        for setting, value in self.rule_settings.items():
+            if setting not in settings:
+                known = ", ".join(settings)
+                raise ValueError(
+                    f"policy_loss.rule_settings {setting!r} is unknown with rule {given}; allowed: {known}"
+                )
+            kind = type(settings[setting])
+            if type(value) not in ((int, float) if kind is float else (kind,)):
+                raise ValueError(f"policy_loss.rule_settings {setting} {value!r}: allowed: {kind.__name__}")
+        settings |= self.rule_settings
+        print(f"openrlhf-bapo: verl's policy loss is bapo, rule {given}, {settings}", flush=True)
         return make_rule(name, settings)
 
 

@@ -21,6 +21,7 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError, has_saved_state
+from openrlhf_bapo.rules.own_rules import absolute
 from openrlhf_bapo.rules.saved_rule import load_rule
 from openrlhf_bapo.verl import BapoPolicyLossConfig
 
@@ -60,6 +61,8 @@ TaskRunner = ray.remote(_TaskRunner)
 def _check(config: DictConfig) -> None:
     """Make the policy loss as each worker will, and load the rule's state that it resumes.
 
+    Workers may run in another folder, so the file of a rule gets an absolute path.
+
     Raises:
         ValueError: for a setting that is not allowed.
         TypeError: for an unknown setting.
@@ -70,6 +73,8 @@ def _check(config: DictConfig) -> None:
     if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
         return
     rule = BapoPolicyLossConfig(**settings).update.rule
+    if settings.get("rule"):
+        config.actor_rollout_ref.actor.policy_loss.rule = absolute(settings["rule"])
     # verl's ranks have the same state. Its trainer finds the checkpoint like this.
     folder = None
     if config.trainer.resume_mode == "auto":

@@ -1,6 +1,7 @@
 """The flags of the policy loss and its clip rule, for the commands of OpenRLHF and Molt."""
 
 import argparse
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from openrlhf_bapo.rules.clip_config import (
     ClipConfig,
 )
 from openrlhf_bapo.rules.other_rules import RULES, default_settings, make_rule
-from openrlhf_bapo.rules.own_rules import absolute, is_own_rule
+from openrlhf_bapo.rules.own_rules import absolute, installed_rules, is_own_rule, located
 from openrlhf_bapo.rules.settings import smoothing_config
 from openrlhf_bapo.rules.staleness_weights import LEVELS
 
@@ -26,7 +27,7 @@ _OF_EVERY_LOSS = ("bapo.dump_tokens", "bapo.max_skipped_updates")
 _HELP = {
     "policy_loss": "bapo: clip bounds recomputed for each update; {others}: the framework's; m2, divergence: the clip "
     "bounds of M2PO and DPPO; topr, balanced: weights per token instead of a clip; FILE.py:CLASS, or MODULE:CLASS of "
-    "an installed package: a rule of your own (default: {default})",
+    "an installed package: a rule of your own, or the name of an installed one (default: {default})",
     "bapo.preset": "a set of values for the flags of this group; a flag that is given wins over it; all but steady are "
     f"published (default: {DEFAULT_PRESET})",
     "bapo.positive_contribution_target": "rho_0 in (0, 1): the search stops when tokens of positive advantage have "
@@ -81,8 +82,10 @@ def add_loss_flags(
     """
     group = parser.add_argument_group("BAPO (arXiv 2510.18927)")
     names = (*others, "bapo", *RULES)
+    names += tuple(name for name in installed_rules() if name not in names)
     group.add_argument(
         "--policy_loss",
+        type=functools.partial(_located, others),
         choices=_Losses(names),
         metavar=f"{{{','.join(names)},FILE.py:CLASS}}",
         help=_HELP["policy_loss"].format(others=", ".join(others), default=default),
@@ -100,18 +103,22 @@ def add_loss_flags(
     for name, settings in search.items():
         group.add_argument(f"--bapo.{name}", help=_HELP[f"bapo.{name}"], **settings)
     _add_rule_flags(parser.add_argument_group("other clip rules (openrlhf_bapo/rules/other_rules.py)"))
-    _add_own_rule_flags(parser, argv)
+    _add_own_rule_flags(parser, argv, others)
     return group
 
 
-def _add_own_rule_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+def _located(others: Collection[str], name: str) -> str:
+    return name if name in (*others, "bapo", *RULES) else located(name)
+
+
+def _add_own_rule_flags(parser: argparse.ArgumentParser, argv: Sequence[str], others: Collection[str]) -> None:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.error = parser.error
     first.add_argument("--policy_loss")
-    name = first.parse_known_args([*argv])[0].policy_loss or ""
-    if not is_own_rule(name):
-        return
+    name = first.parse_known_args([*argv])[0].policy_loss
     try:
+        if name is None or not is_own_rule(name := _located(others, name)):
+            return
         settings = default_settings(name)
     except ValueError as error:
         exit_with_one_line(f"--policy_loss {error}")

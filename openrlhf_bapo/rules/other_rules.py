@@ -20,7 +20,14 @@ import torch
 from openrlhf_bapo.rules.clip_bounds import ClipBounds, ContributionTally, measure_clip_bounds, tally_at_bounds
 from openrlhf_bapo.rules.clip_config import PRESETS, ClipConfig
 from openrlhf_bapo.rules.clip_rules import MOST_RATIO, ClipRule, Tokens, UpdateBounds, make_clip_rule
-from openrlhf_bapo.rules.own_rules import is_own_rule, load_own_rule, make_own_rule, own_settings
+from openrlhf_bapo.rules.own_rules import (
+    installed_rules,
+    is_own_rule,
+    load_own_rule,
+    located,
+    make_own_rule,
+    own_settings,
+)
 from openrlhf_bapo.rules.second_moment import measure_second_moment, solve_second_moment, tally_second_moment
 from openrlhf_bapo.rules.staleness_weights import LEVELS, tapered_weights
 
@@ -248,7 +255,9 @@ RULES: dict[str, type[ClipRule]] = {
 
 
 def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
-    """Return the clip rule that is given: a rule itself, BAPO's settings, a preset's name, or a name for `make_rule`.
+    """Return the clip rule that is given: a rule itself, BAPO's settings, or a name.
+
+    A name is that of a preset, of an installed rule, or a name for `make_rule`.
 
     Raises:
         ValueError: if no preset and no rule has this name.
@@ -257,11 +266,13 @@ def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
         return given
     if isinstance(given, ClipConfig):
         return make_clip_rule(given)
-    if given in RULES or is_own_rule(given):
-        return make_rule(given, {})
-    if given not in PRESETS:
-        raise ValueError(f"clip rule {given!r} is unknown; allowed: {', '.join((*PRESETS, *RULES))}")
-    return make_clip_rule(PRESETS[given])
+    if given in PRESETS:
+        return make_clip_rule(PRESETS[given])
+    name = given if given in RULES else located(given)
+    if name not in RULES and not is_own_rule(name):
+        allowed = *PRESETS, *RULES, *installed_rules(), "FILE.py:CLASS", "MODULE:CLASS"
+        raise ValueError(f"clip rule {given!r} is unknown; allowed: {', '.join(allowed)}")
+    return make_rule(name, {})
 
 
 def default_settings(name: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
     --policy_loss my_rule.py:MyRule --rule.high 2
 
+An installed package can also give its rule a name, by an entry point of the group "openrlhf_bapo.rules".
+
 Its class is a `ClipRule`, such as a `WeightRule`. The parameters of its constructor are its settings; each has a
 default.
 """
@@ -11,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +24,29 @@ from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens
 
 _TYPES = (bool, int, float, str)
 
+_GROUP = "openrlhf_bapo.rules"
+
 
 def is_own_rule(name: str) -> bool:
     """Say whether a name is FILE.py:CLASS or MODULE:CLASS."""
     return ":" in name
+
+
+def installed_rules() -> tuple[str, ...]:
+    """Return the names of the rules that installed packages have entry points for."""
+    return tuple(sorted(entry_points(group=_GROUP).names))
+
+
+def located(name: str) -> str:
+    """Return MODULE:CLASS for the name of an installed rule; any other name stays as it is.
+
+    Raises:
+        ValueError: in one line, if packages have different rules of this name.
+    """
+    found = {f"{entry.module}:{entry.attr or ''}" for entry in entry_points(group=_GROUP, name=name)}
+    if len(found) > 1:
+        raise ValueError(f"{name}: several installed rules have this name; allowed: {', '.join(sorted(found))}")
+    return found.pop() if found else name
 
 
 def absolute(name: str) -> str:
@@ -89,17 +111,18 @@ def make_own_rule(name: str, settings: dict[str, Any]) -> ClipRule:
     """Return the rule with these settings, after two updates of a few tokens that show whether it works.
 
     Raises:
-        ValueError: in one line: for a setting that the class refuses, and for a wrong shape or value.
+        ValueError: in one line: for a setting that the class refuses, for a wrong shape or value, and for a state that
+            a checkpoint cannot have.
     """
     kind = load_own_rule(name)
-    rule = kind(**settings)
     try:
+        rule = kind(**settings)
         for seed in range(2):
-            _try(rule, seed)
-        other = kind(**settings)
-        other.load_state_dict(rule.state_dict())
+            _try(rule, _tokens(seed))
+        if rule.follows_updates:
+            _try_state(rule, kind(**settings))
     except Exception as error:  # whatever the rule does
-        text = str(error) if isinstance(error, _WrongRule) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, _WrongRule | ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{name}: {text}".splitlines()[0]) from error
     return kind(**settings)
 
@@ -108,12 +131,30 @@ class _WrongRule(Exception):
     """What is wrong with a rule's result."""
 
 
-def _try(rule: ClipRule, seed: int) -> None:
+def _tokens(seed: int) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     log_probs, behavior = -torch.rand(2, 4, 6, generator=generator)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(4, 6)
     mask = torch.arange(6).expand(4, 6) < torch.tensor([[6], [6], [3], [1]])
-    tokens = Tokens(log_probs, behavior, advantages, mask.float())
+    return Tokens(log_probs, behavior, advantages, mask.float())
+
+
+def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
+    """Let another rule go on from a rule's state, as from a checkpoint, which also has the settings."""
+    if lost := [name for name in own_settings(type(rule)) if name != "half_life" and not hasattr(rule, name)]:
+        raise _WrongRule(f"follows_updates is set, and its setting {lost[0]} is no attribute of the same name")
+    state = rule.state_dict()
+    if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise _WrongRule(f"state_dict() has {wrong[0]} of the type {type(state[wrong[0]]).__name__}; allowed: Tensor")
+    resumed.load_state_dict(state)
+    tokens = _tokens(2)
+    first, second = ([each.gradient_weights(tokens), *each.bounds(tokens)] for each in (rule, resumed))
+    if not all(map(torch.equal, first, second)):
+        raise _WrongRule("follows_updates is set, and a rule with its state_dict() has other bounds or weights")
+
+
+def _try(rule: ClipRule, tokens: Tokens) -> None:
+    shape = tokens.ratio.shape
 
     def use() -> None:
         weights = rule.weights(tokens)
@@ -121,16 +162,16 @@ def _try(rule: ClipRule, seed: int) -> None:
             has = "has_weights is set" if rule.has_weights else "has_weights is not set"
             raise _WrongRule(f"{has}, and weights() returned {type(weights).__name__}")
         if weights is not None:
-            if weights.shape != log_probs.shape:
+            if weights.shape != shape:
                 raise _WrongRule(f"weights() has the shape {tuple(weights.shape)}; allowed: that of the tokens, (4, 6)")
             if not bool(((weights >= 0) & weights.isfinite()).all()):
                 raise _WrongRule("weights() has values that are negative or not finite")
             return
         lower, upper = rule.bounds(tokens)
         for bound in (lower, upper):
-            if bound.shape not in ((), log_probs.shape):
-                shape = tuple(bound.shape)
-                raise _WrongRule(f"a bound has the shape {shape}; allowed: (), or that of the tokens, (4, 6)")
+            if bound.shape not in ((), shape):
+                wrong = tuple(bound.shape)
+                raise _WrongRule(f"a bound has the shape {wrong}; allowed: (), or that of the tokens, (4, 6)")
         if not bool((lower <= upper).all()):
             raise _WrongRule("bounds() has a lower bound above the upper one")
 

@@ -154,7 +154,7 @@ def experience(index, sample, action_log_probs, std: float | None = None) -> Exp
     )
 
 
-def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, save=False, std=None):
+def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, save=False, stds=None):
     """Train on the samples again and again: for each optimizer step (weights before it, indices of its samples).
 
     Returns these, the status of each rollout, the number of forward passes, and the last weights.
@@ -200,6 +200,7 @@ def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, sa
         here = range(rank, NUM_SAMPLES, world_size)
         model = load(directory, before[-1])
         for index in here:
+            std = None if stds is None else stds[index % len(stds)]
             actor.append(experience(index, samples[index], log_probs(model, samples[index]), std))
         num_forwards.clear()
         statuses.append(actor.fit(0.0) | {"num_forwards": len(num_forwards)})
@@ -306,38 +307,45 @@ def assert_follows(steady, directory, samples, ranks) -> None:
         assert status["bapo/clip_high"] == pytest.approx(upper, abs=1e-6)
 
 
-def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory, samples):
-    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2"])
-    ranks = on_ranks(2, train, args, directory, samples)
+OTHER_RULES = {
+    ("--bapo.smoothing_of", "tally"): "'bounds', but this run has smoothing of 'tally'",
+    ("--bapo.positive_contribution_target", "0.9"): "but this run has config ",
+}
+
+
+@pytest.fixture(scope="module")
+def started(directory, samples, tmp_path_factory):
+    """Flags of steady bounds, and a run of one rollout on two ranks that has saved a checkpoint."""
+    checkpoints = str(tmp_path_factory.mktemp("checkpoints"))
+    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", checkpoints]
+    for given in OTHER_RULES:
+        parse([*ours, *given, "--ckpt.load_enable"])  # there is no checkpoint yet
+    return ours, on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+
+
+def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory, samples, started):
+    _, ranks = started
     assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, ranks)
-    assert [each["num_forwards"] for each in ranks[0][1]] == [NUM_SAMPLES // 2 // 2] * NUM_ROLLOUTS
+    assert ranks[0][1][0]["num_forwards"] == NUM_SAMPLES // 2 // 2
 
 
-def test_a_resumed_actor_goes_on_with_the_rules_state_of_its_checkpoint(directory, samples, tmp_path):
-    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
+def test_a_resumed_actor_goes_on_with_the_state_of_a_rule_of_ones_own_in_its_checkpoint(directory, samples, tmp_path):
+    own = ["--rule.half_life", "2", "--rule.contribution", "gradient", "--rule.target", "0.35"]
+    ours = [*flags(directory), "--policy_loss", presets.MINE, *own, "--ckpt.path", str(tmp_path)]
     steady = SteadyBounds(CONFIG, SmoothingConfig(2.0))
     started = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
     resumed = on_ranks(2, train, parse([*ours, "--ckpt.load_enable"]), directory, samples, first=1)
     assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in started[0][2].items())
     assert_follows(steady, directory, samples, started)
     assert_follows(steady, directory, samples, resumed)
-    fresh = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1)
-    assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, fresh)
 
 
-def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(directory, samples, tmp_path, capsys):
-    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
-    others = {
-        ("--bapo.smoothing_of", "tally"): "'bounds', but this run has smoothing of 'tally'",
-        ("--bapo.positive_contribution_target", "0.9"): "but this run has config ",
-    }
-    for given in others:
-        parse([*ours, *given, "--ckpt.load_enable"])  # there is no checkpoint yet
-    on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(directory, started, capsys):
+    ours, _ = started
     parse([*ours, "--ckpt.load_enable", "--bapo.smoothing", "3"])  # the half-life may change
-    parse([*flags(directory), "--policy_loss", "topr", "--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
+    parse([*flags(directory), "--policy_loss", "topr", "--ckpt.path", ours[-1], "--ckpt.load_enable"])
     capsys.readouterr()
-    for given, said in others.items():
+    for given, said in OTHER_RULES.items():
         parse([*ours, *given])
         with pytest.raises(SystemExit) as exit_:
             parse([*ours, *given, "--ckpt.load_enable"])
@@ -346,16 +354,15 @@ def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(d
 
 
 def test_a_resume_of_the_weights_alone_starts_the_rule_again_whatever_rule_the_checkpoint_has(
-    directory, samples, tmp_path, monkeypatch, capsys
+    directory, samples, started, monkeypatch, capsys
 ):
-    ours = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--bapo.smoothing", "2", "--ckpt.path", str(tmp_path)]
-    started = on_ranks(2, train, parse(ours), directory, samples, num_rollouts=1, save=True)
+    ours, ranks = started
     monkeypatch.setenv("LOAD_MODEL_ONLY", "1")
     capsys.readouterr()
     parse([*ours, "--bapo.smoothing_of", "tally", "--ckpt.load_enable"])
     assert capsys.readouterr().err == ""
     resumed = on_ranks(2, train, parse([*ours, "--ckpt.load_enable"]), directory, samples, first=1)
-    assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in started[0][2].items())
+    assert all(torch.equal(resumed[0][0][0][0][name], weight) for name, weight in ranks[0][2].items())
     assert_follows(SteadyBounds(CONFIG, SmoothingConfig(2.0)), directory, samples, resumed)
 
 
@@ -372,13 +379,13 @@ def test_a_group_of_equal_rewards_trains_nothing(directory, samples):
     argv = [*flags(directory), "--policy_loss", "bapo", *SEARCH, "--algo.advantage.estimator", "grpo"]
     argv += ["--rollout.n_samples_per_prompt", "2"]
 
-    def moved(std: float, *more: str) -> bool:
-        ((steps, _, after),) = on_ranks(1, train, parse([*argv, *more]), directory, samples, num_rollouts=1, std=std)
+    def moved(stds: list[float], *more: str) -> bool:
+        ((steps, _, after),) = on_ranks(1, train, parse([*argv, *more]), directory, samples, num_rollouts=1, stds=stds)
         before = steps[0][0]
         return any(not torch.equal(before[name], weight) for name, weight in after.items())
 
-    assert not any(map(moved, spreads)) and moved(0.01)
-    assert moved(0.0, "--algo.advantage.estimator", "reinforce")  # whose groups are of one
+    assert not moved(spreads) and moved([0.01])
+    assert moved([0.0], "--algo.advantage.estimator", "reinforce")  # whose groups are of one
 
 
 def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
@@ -407,14 +414,17 @@ def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
     assert ours == {name: pytest.approx(float(value), abs=1e-5) for name, value in logged.items()}
 
 
-def test_the_share_is_one_of_the_objective(directory, samples):
-    args = parse([*flags(directory), "--policy_loss", "bapo", *SEARCH, "--actor.loss_agg_mode", "seq-mean-token-mean"])
-    args.train.force_on_policy = True
-    ((steps, statuses, _),) = on_ranks(1, train, args, directory, samples, num_rollouts=1)
-    ratio, advantages, mask = tokens_of(directory, samples, steps[0][0])
-    lengths = torch.cat([sample["mask"].sum().expand(sample["mask"].size(1)) for sample in samples])
-    expected = find_clip_bounds(ratio, advantages, mask / lengths, CONFIG)
-    assert statuses[0]["bapo/initial_share"] == pytest.approx(expected.initial_share.item(), abs=1e-5)
+@pytest.mark.parametrize("loss_agg_mode", openrlhf_bapo.molt.MEAN_OVER)
+def test_the_share_is_one_of_the_gradient_in_every_aggregation(loss_agg_mode):
+    loss = BapoPolicyLoss(PolicyLoss(loss_agg_mode=loss_agg_mode), as_clip_rule(CONFIG))
+    (tokens, *_) = presets.make_updates()[0]
+    given, mask = tokens["log_probs"].clone().requires_grad_(), tokens["mask"].bool()
+    loss.tally(given, tokens["old_log_probs"], tokens["advantages"], mask)
+    loss.close_update()
+    loss(given, torch.zeros_like(given), tokens["advantages"], mask, tokens["old_log_probs"])[0].backward()
+    size = given.grad.abs()
+    expected = size[tokens["advantages"] > 0].sum() / size.sum()
+    assert loss.updates[0].used.positive_share.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_ppos_bounds_are_molts_own(directory, samples):
@@ -488,6 +498,10 @@ def test_a_token_whose_engines_log_prob_is_not_finite_has_no_gradient(name):
         ("--policy_loss bap0", "--policy_loss.*'bap0'"),
         ("--bapo.preset paper", "--bapo.preset paper: allowed only with --policy_loss bapo"),
         ("--policy_loss balanced --m2.budget 0.1", "--m2.budget 0.1: allowed only with --policy_loss m2"),
+        ("--policy_loss nowhere.py:Mine", "--policy_loss nowhere.py:Mine: no file nowhere.py"),
+        ("--policy_loss own_rules:Mines", "own_rules has no class 'Mines'"),
+        ("--policy_loss own_rules:Flat", r"--policy_loss own_rules:Flat: weights\(\) has the shape \(4,\)"),
+        ("--policy_loss own_rules:Mine --rule.target 2", "own_rules:Mine: .*target 2.0 is not allowed"),
     ],
 )
 def test_a_mistake_is_one_line_with_flag_value_and_what_is_allowed(directory, argv, message, capsys):

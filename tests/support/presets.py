@@ -1,5 +1,6 @@
 """Three updates of two micro-batches, and how a plain loop trains each of them, by preset and by other rule."""
 
+import pipeline
 import torch
 
 from openrlhf_bapo.rules.clip_config import PRESETS
@@ -7,7 +8,8 @@ from openrlhf_bapo.rules.clip_rules import Tokens
 from openrlhf_bapo.rules.other_rules import RULES, as_clip_rule
 
 NUM_UPDATES, NUM_MICRO_BATCHES = 3, 2
-NAMES = (*PRESETS, *RULES)
+SAPO, MINE = f"{pipeline.REPOSITORY}/examples/my_rule.py:Sapo", f"{pipeline.SUPPORT}/own_rules.py:Mine"
+NAMES = (*PRESETS, *RULES, SAPO, MINE)
 
 
 def make_updates() -> list[list[dict[str, torch.Tensor]]]:

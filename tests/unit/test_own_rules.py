@@ -4,29 +4,20 @@ import argparse
 import itertools
 import math
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pipeline
 import pytest
 import torch
+from presets import MINE, SAPO
 
 from openrlhf_bapo import BapoPolicyLoss, Tokens
 from openrlhf_bapo.flags.train_flags import add_flags
 from openrlhf_bapo.rules.other_rules import as_clip_rule, make_rule
 from openrlhf_bapo.rules.settings import clip_rule_from_args
-
-SAPO = f"{pipeline.REPOSITORY}/examples/my_rule.py:Sapo"
-
-STEADY = """
-from openrlhf_bapo import ClipConfig, SmoothingConfig, SteadyBounds
-
-
-class Mine(SteadyBounds):
-    def __init__(self, half_life: float = 9.0, highest: float = 3.0):
-        super().__init__(ClipConfig(ratio_upper_max=highest), SmoothingConfig(half_life))
-        self.highest = highest
-"""
 
 
 def stale_tokens() -> Tokens:
@@ -60,9 +51,10 @@ def test_the_settings_of_a_rule_of_ones_own_are_flags(tmp_path):
     assert args.actor.entropy_coef == 0  # so that the entropy is logged, as with every rule
 
 
-def test_help_shows_its_flags():
-    command = [sys.executable, "-m", "openrlhf_bapo.cli.main", "train", "--policy_loss", SAPO, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_help_shows_its_flags(capsys):
+    with pytest.raises(SystemExit):
+        pipeline.parse(["--policy_loss", SAPO, "--help"])
+    shown = capsys.readouterr().out
     assert "--rule.negative" in shown and "FILE.py:CLASS" in shown
     assert "--rule." not in argparse_help([])
 
@@ -73,25 +65,59 @@ def argparse_help(argv: list[str]) -> str:
     return parser.format_help()
 
 
-def test_any_framework_takes_it_by_its_name():
-    assert type(as_clip_rule(SAPO)).__name__ == "Sapo"
+def test_an_installed_packages_class_is_a_rule_too():
+    # tests/support is in the path
+    args = pipeline.parse(pipeline.flags(pipeline.SUPPORT, policy_loss="own_rules:Mine", rule__half_life=2))
+    assert args.policy_loss == "own_rules:Mine" and clip_rule_from_args(args).smoothing.half_life == 2
 
 
-def test_an_installed_packages_class_is_a_rule_too(tmp_path, monkeypatch):
-    (tmp_path / "a_package.py").write_text(STEADY)
-    monkeypatch.syspath_prepend(tmp_path)
-    args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="a_package:Mine", rule__half_life=2))
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package with tests/support/own_rules.py and entry points, into a folder of the path."""
+
+    def install(package: str, **rules: str) -> None:
+        source, site = tmp_path / package, tmp_path / "site"
+        source.mkdir()
+        shutil.copy(pipeline.SUPPORT / "own_rules.py", source / f"{package}.py")
+        lines = ["[project]", f'name = "{package}"', 'version = "1.0"', '[project.entry-points."openrlhf_bapo.rules"]']
+        lines += [f'{name} = "{package}:{class_name}"' for name, class_name in rules.items()]
+        lines += ["[tool.setuptools]", f'py-modules = ["{package}"]']
+        (source / "pyproject.toml").write_text("\n".join(lines))
+        uv = [Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--python", sys.executable]
+        options = ["--offline", "--no-deps", "--no-build-isolation", "--target", site]
+        subprocess.run([*uv, *options, source], check=True)
+        monkeypatch.syspath_prepend(site)
+
+    return install
+
+
+def test_an_installed_packages_entry_point_names_a_rule_and_a_mistake_in_the_name_is_one_line(install, capsys):
+    install("a_package", steadier="Mine", topr="Mine", flat="Flat")
+    args = pipeline.parse(pipeline.flags(pipeline.SUPPORT, policy_loss="steadier", rule__half_life=2))
     assert args.policy_loss == "a_package:Mine" and clip_rule_from_args(args).smoothing.half_life == 2
+    for rule in (clip_rule_from_args(args), as_clip_rule("steadier")):
+        assert type(rule).__module__ == "a_package"
+    assert pipeline.parse(pipeline.flags(pipeline.SUPPORT, policy_loss="topr")).policy_loss == "topr"  # this package's
+    for name, message in {
+        "steady": r"--policy_loss: invalid choice: 'steady' .*topr\W+balanced\W+flat\W+steadier\W+$",
+        "flat": r"--policy_loss a_package:Flat: weights\(\) has the shape",
+    }.items():
+        assert_is_one_line(pipeline.flags(pipeline.SUPPORT, policy_loss=name), message, capsys)
+    with pytest.raises(ValueError, match=r"clip rule 'steadyer' is unknown; .*, flat, steadier, topr, FILE.py"):
+        as_clip_rule("steadyer")
+
+    install("b_package", steadier="Mine")
+    message = "steadier: several installed rules have this name; allowed: a_package:Mine, b_package:Mine"
+    assert_is_one_line(pipeline.flags(pipeline.SUPPORT, policy_loss="steadier"), message, capsys)
 
 
 def test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_the_bit(tmp_path):
-    directory, file = pipeline.make_model(tmp_path), tmp_path / "mine.py"
-    file.write_text(STEADY)
+    directory = pipeline.make_model(tmp_path)
     samples = [pipeline.make_experience([3, 7, 5, 8], seed=seed) for seed in (3, 4)]
     sizes = dict(actor__num_gpus_per_node=2, train__batch_size=4, train__micro_batch_size=1, actor__adam__lr=1e-3)
     sizes |= dict(ckpt__save_steps=1, train__full_determinism_enable=True)
     built_in = dict(policy_loss="bapo", bapo__preset="readme", bapo__smoothing=2.0)
-    own = dict(policy_loss=f"{file}:Mine", rule__half_life=2.0)
+    own = dict(policy_loss=MINE, rule__half_life=2.0)
     results = [
         pipeline.train_policy_actors(directory, pipeline.flags(directory, **sizes | rule), samples, num_steps=2, **save)
         for rule, save in ((built_in, {}), (own, dict(save_after=1)))
@@ -106,83 +132,46 @@ def test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_th
         assert rest["clamped"] == unbroken["clamped"][-len(rest["clamped"]) :]
         assert all(torch.equal(rest["weights"][name], weight) for name, weight in unbroken["weights"].items())
     with pytest.raises(SystemExit):
-        pipeline.parse([*flags, "--rule.highest", "2.5"])
+        pipeline.parse([*flags, "--rule.target", "0.4"])
 
 
-MISTAKES = {
-    "no such file": (None, "nowhere.py:Mine", {}, "nowhere.py:Mine: no file nowhere.py"),
-    "no such module": (None, "no_such_package:Mine", {}, "no_such_package: cannot be imported: ModuleNotFoundError: "),
-    "no such class": (STEADY, "mine.py:Yours", {}, "mine.py has no class 'Yours'"),
-    "a syntax error": ("class Mine(:", "mine.py:Mine", {}, "mine.py: cannot be imported: SyntaxError: "),
-    "no rule": ("class Mine: pass", "mine.py:Mine", {}, "Mine is no subclass of openrlhf_bapo.ClipRule"),
-    "a missing method": (
-        "from openrlhf_bapo import WeightRule\nclass Mine(WeightRule): pass",
-        "mine.py:Mine",
-        {},
-        "Mine lacks the method weights",
-    ),
-    "a setting without a default": (
-        "from openrlhf_bapo import FixedBounds\nclass Mine(FixedBounds):\n    def __init__(self, low): pass",
-        "mine.py:Mine",
-        {},
-        "Mine: its setting low has no default; allowed: defaults of the types bool, int, float, str",
-    ),
-    "a wrong setting": (
-        None,
-        SAPO,
-        dict(rule__negative=-1.0),
-        "positive 1.0 and negative -1.0 are not allowed; both must be above 0",
-    ),
-    "an unknown setting": (None, SAPO, dict(rule__low=1.0), "unrecognized arguments: --rule.low"),
-    "a setting of another type": (
-        None,
-        SAPO,
-        dict(rule__negative="much"),
-        "--rule.negative: invalid float value: 'much'",
-    ),
-    "weights of a wrong shape": (
-        "from openrlhf_bapo import WeightRule\nclass Mine(WeightRule):\n"
-        "    def weights(self, tokens): return tokens.ratio.mean(-1)",
-        "mine.py:Mine",
-        {},
-        "weights() has the shape (4,); allowed: that of the tokens, (4, 6)",
-    ),
-    "negative weights": (
-        "from openrlhf_bapo import WeightRule\nclass Mine(WeightRule):\n"
-        "    def weights(self, tokens): return -tokens.ratio",
-        "mine.py:Mine",
-        {},
-        "weights() has values that are negative or not finite",
-    ),
-    "an exception": (
-        "from openrlhf_bapo import WeightRule\nclass Mine(WeightRule):\n    def weights(self, tokens): return 1 / 0",
-        "mine.py:Mine",
-        {},
-        "ZeroDivisionError: division by zero",
-    ),
-    "a clip beside it": (
-        None,
-        SAPO,
-        dict(actor__eps_clip=0.1),
-        "--actor.eps_clip 0.1: not allowed",
-    ),
-    "another's setting": (None, SAPO, dict(m2__budget=0.1), "--m2.budget 0.1: allowed only with --policy_loss m2"),
-    "the decoupled objective": (
-        None,
-        SAPO,
-        dict(offpolicy__objective="decoupled"),
-        "--offpolicy.objective decoupled: clips each token's ratio",
-    ),
-}
+OWN = MINE.removesuffix("Mine")
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_before_ray_starts(tmp_path, monkeypatch, capsys, mistake):
-    text, name, flags, message = MISTAKES[mistake]
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("nowhere.py:Mine", {}, "nowhere.py:Mine: no file nowhere.py"),
+        ("no_such_package:Mine", {}, "no_such_package: cannot be imported: ModuleNotFoundError: "),
+        ("unfinished.py:Mine", {}, "unfinished.py: cannot be imported: SyntaxError: "),
+        (f"{OWN}Yours", {}, "own_rules.py has no class 'Yours'"),
+        (f"{OWN}NoRule", {}, "NoRule is no subclass of openrlhf_bapo.ClipRule"),
+        (f"{OWN}Unfinished", {}, "Unfinished lacks the method weights"),
+        (f"{OWN}NoDefault", {}, "its setting low has no default; allowed: defaults of the types bool, int, float, str"),
+        (f"{OWN}Broken", {}, "Broken: KeyError: 0"),
+        (f"{OWN}Flat", {}, "weights() has the shape (4,); allowed: that of the tokens, (4, 6)"),
+        (f"{OWN}Negative", {}, "weights() has values that are negative or not finite"),
+        (f"{OWN}Failing", {}, "ZeroDivisionError: division by zero"),
+        (f"{OWN}Unkept", {}, "follows_updates is set, and its setting low is no attribute of the same name"),
+        (f"{OWN}Counting", {}, "state_dict() has num_updates of the type int; allowed: Tensor"),
+        (f"{OWN}Forgetful", {}, "a rule with its state_dict() has other bounds or weights"),
+        (SAPO, dict(rule__negative=-1.0), "Sapo: positive 1.0 and negative -1.0 are not allowed; both must be above 0"),
+        (SAPO, dict(rule__low=1.0), "unrecognized arguments: --rule.low"),
+        (SAPO, dict(rule__negative="much"), "--rule.negative: invalid float value: 'much'"),
+        (SAPO, dict(actor__eps_clip=0.1), "--actor.eps_clip 0.1: not allowed"),
+        (SAPO, dict(m2__budget=0.1), "--m2.budget 0.1: allowed only with --policy_loss m2"),
+        (SAPO, dict(offpolicy__objective="decoupled"), "--offpolicy.objective decoupled: clips each token's ratio"),
+    ],
+)
+def test_a_mistake_is_one_line_before_ray_starts(tmp_path, monkeypatch, capsys, name, flags, message):
     monkeypatch.chdir(tmp_path)
-    if text is not None:
-        (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "unfinished.py").write_text("class Mine(:")
+    assert_is_one_line(pipeline.flags(tmp_path, policy_loss=name, **flags), re.escape(message), capsys)
+
+
+def assert_is_one_line(flags: list[str], message: str, capsys) -> None:
+    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        pipeline.parse(pipeline.flags(tmp_path, policy_loss=name, **flags))
+        pipeline.parse(flags)
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and re.search(re.escape(message), error), error
+    assert end.value.code == 2 and error.count("\n") == 1 and re.search(message, error), error

@@ -1,0 +1,62 @@
+"""Clip rules of one's own, as a user has them in a file: BAPO's steady bounds, and some that are wrong."""
+
+import torch
+
+from openrlhf_bapo import ClipConfig, FixedBounds, SmoothingConfig, SteadyBounds, WeightRule
+
+
+class Mine(SteadyBounds):
+    def __init__(self, half_life: float = 9.0, contribution: str = "surrogate", target: float = 0.5):
+        config = ClipConfig(contribution=contribution, positive_contribution_target=target)
+        super().__init__(config, SmoothingConfig(half_life))
+        self.contribution, self.target = contribution, target
+
+
+class NoRule:
+    pass
+
+
+class Unfinished(WeightRule):
+    pass
+
+
+class NoDefault(FixedBounds):
+    def __init__(self, low):
+        pass
+
+
+class Broken(FixedBounds):
+    def __init__(self, low: int = 0):
+        raise KeyError(low)
+
+
+class Flat(WeightRule):
+    def weights(self, tokens):
+        return tokens.ratio.mean(-1)
+
+
+class Negative(WeightRule):
+    def weights(self, tokens):
+        return -tokens.ratio
+
+
+class Failing(WeightRule):
+    def weights(self, tokens):
+        return 1 / 0
+
+
+class Unkept(SteadyBounds):
+    def __init__(self, low: float = 0.6):
+        super().__init__(ClipConfig(ratio_lower_start=low), SmoothingConfig(9.0))
+
+
+class Counting(Mine):
+    num_updates = 0
+
+    def state_dict(self):
+        return super().state_dict() | {"num_updates": self.num_updates}
+
+
+class Forgetful(Mine):
+    def load_state_dict(self, state):
+        super().load_state_dict(state | {"upper": torch.tensor(1.5, dtype=torch.float64)})
