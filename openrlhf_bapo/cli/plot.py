@@ -54,6 +54,14 @@ _PANELS: list[tuple[str, dict[str, str | None]]] = [
         "effective sample size of the ratios (fraction)",
         {f"train/offpolicy/ess/staleness_{label}": f"staleness {label}" for label in STALENESS_BUCKETS},
     ),
+    (
+        "weight of the tokens with advantage < 0",
+        {
+            "train/offpolicy/weight_negative": "mean tapered weight",
+            "train/bapo/negative_weight": "factor that balances the weights",
+        },
+    ),
+    ("tokens that IS correction caps or leaves out (fraction)", {"train/is_filter_ratio": None}),
 ]
 
 # Names of the same metrics in TRL and verl. OpenRLHF also logs train/reward, beside the metric that is drawn.

@@ -124,6 +124,12 @@ CHECKS = (
         is_above=False,
     ),
     Check(
+        "offpolicy/weight_negative",
+        "with `--offpolicy.weight tapered` tokens with A < 0 have a mean weight of {value:.2f}",
+        watch=0.1,  # most of these tokens then weigh less than 0.2, by Markov's inequality
+        is_above=False,
+    ),
+    Check(
         "bapo/clip_frac_negative",
         "{value:.0%} of the tokens with A < 0 are below the lower bound",
         wrong=0.28,

@@ -232,8 +232,9 @@ SECTIONS: dict[str, tuple[Guide, ...]] = {
         Guide(
             ("offpolicy/weight_negative",),
             "mean tapered weight of tokens with $A < 0$",
-            "1 on fresh data, lower where tokens are stale",
-            "near 0: stale responses no longer teach what to avoid; less staleness, or the level `token`",
+            "1 on fresh data; in a run late by 8 from 0.16 to 0.79, by token from 0.78 to 0.97",
+            "below 0.1: stale responses hardly teach what to avoid; less staleness, or `--offpolicy.weight_level "
+            "token`",
         ),
         Guide(
             ("offpolicy/mixed_versions",),

@@ -25,6 +25,7 @@ HEALTHY = {
     "rollout/reward_std": 0.4,
     "entropy_loss": 0.8,
     "offpolicy/ess": 0.95,
+    "offpolicy/weight_negative": 0.8,
     "bapo/clip_frac_negative": 0.1,
     "bapo/clip_frac_positive": 0.02,
     "offpolicy/ratio_max": 4.0,
@@ -63,6 +64,7 @@ CASES = {
     "rollout/reward_std": ([0.0] * 7, True, 38),
     "entropy_loss": ([0.1] * 6, True, 39),  # means over five: 0.66, 0.52, 0.38, 0.24, 0.1, 0.1
     "offpolicy/ess": ([0.3] * 5, True, 38),  # 0.82, 0.69, 0.56, 0.43, 0.3
+    "offpolicy/weight_negative": ([0.0] * 6, False, 39),  # means over five: 0.64, 0.48, 0.32, 0.16, 0, 0
     "bapo/clip_frac_negative": ([0.5] * 5, True, 38),
     "bapo/clip_frac_positive": ([0.3] * 5, True, 38),
     "offpolicy/ratio_max": ([50.0] * 5, False, 37),

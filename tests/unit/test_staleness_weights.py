@@ -1,5 +1,6 @@
-"""Tapered weights beside a clip: 1 for positive tokens, min(s, 1) for negative ones, s = pi_start / pi_behavior."""
+"""Ratio, weight and clip: every combination of them, and tapered weights with s = pi_start / pi_behavior."""
 
+import itertools
 import math
 
 import pytest
@@ -53,41 +54,105 @@ def plain_weights(batch: dict[str, torch.Tensor], level: str) -> list[list[float
     return table
 
 
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-@pytest.mark.parametrize("token_level_loss", [True, False])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("rule", RULES_WITH_A_CLIP)
-def test_loss_and_gradient_are_those_of_a_plain_loop(rule, level, token_level_loss, dual_clip):
-    for seed in range(3):
-        batch = stale_micro_batch(seed)
-        loss = BapoPolicyLoss(
-            rule=RULES_WITH_A_CLIP[rule](), tapered=level, token_level_loss=token_level_loss, dual_clip=dual_clip
-        )
-        value = loss(**batch)[0]
-        value.backward()
+WEIGHTS = {
+    # The ratio is against the behavior policy, or against the start; with what weight, at which level.
+    "behavior": {},
+    "start": {},
+    "start, capped": dict(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=(0.0, 1.1)),
+    "start, masked by token": dict(is_correction_level="token", is_correction_threshold=(0.8, 1.3)),
+    "start, masked by sequence": dict(is_correction_level="seq", is_correction_threshold=(0.9, 1.1)),
+    **{f"start, tapered by {level}": dict(tapered=level) for level in LEVELS},
+}
+WEIGHT_RULES = {"topr": RULES["topr"], "balanced": lambda: RULES["balanced"](target=0.8)}
+COMBINATIONS = [
+    *((rule, weight) for rule in RULES_WITH_A_CLIP for weight in WEIGHTS),
+    *((rule, "behavior") for rule in WEIGHT_RULES),  # others are refused
+]
 
-        lower, upper = (torch.as_tensor(bound) for bound in (1 - loss.clip_eps_low, 1 + loss.clip_eps_high))
-        lower, upper = (bound.double().expand(batch["log_probs"].shape).tolist() for bound in (lower, upper))
-        weights, rows = plain_weights(batch, level), range(len(lower))
-        log_probs, start, advantages, mask = (
-            batch[name].tolist() for name in ("log_probs", "old_log_probs", "advantages", "action_mask")
-        )
-        lengths = [sum(row) for row in mask]
-        expected, gradient = 0.0, torch.zeros_like(batch["log_probs"])
-        for i in rows:
-            size = sum(lengths) if token_level_loss else lengths[i] * len(lengths)
-            for t in range(lengths[i]):
-                ratio, advantage = math.exp(log_probs[i][t] - start[i][t]), advantages[i][t]
-                terms = {"unclipped": ratio * advantage}
-                terms["clipped"] = min(max(ratio, lower[i][t]), upper[i][t]) * advantage
-                kind = min(terms, key=terms.__getitem__)
-                if advantage < 0 and dual_clip and terms[kind] < dual_clip * advantage:
-                    kind, terms["dual"] = "dual", dual_clip * advantage
-                expected -= weights[i][t] * terms[kind] / size
-                if kind == "unclipped":
-                    gradient[i, t] = -weights[i][t] * ratio * advantage / size
-        assert float(value.detach()) == pytest.approx(expected, rel=1e-12)
-        torch.testing.assert_close(batch["log_probs"].grad, gradient, rtol=1e-12, atol=1e-15)
+
+def plain_staleness_weight(weight: str, s: list[float], advantage: float, t: int) -> float:
+    """The weight of token t of a response whose tokens have these s, by the formulas of docs/off_policy.md."""
+    if "capped" in weight:
+        return min(s[t], 1.1)
+    if "masked by token" in weight:
+        return s[t] if 0.8 <= s[t] <= 1.3 else 0.0
+    if "masked by sequence" in weight:
+        return s[t] if 0.9 <= math.prod(s) ** (1 / len(s)) <= 1.1 else 0.0
+    if "tapered" in weight:
+        return 1.0 if advantage > 0 else min(math.prod(s) if "sequence" in weight else s[t], 1.0)
+    return 1.0
+
+
+def plain_loss(batch: dict, loss: BapoPolicyLoss, weight: str, bounds: list) -> tuple[float, torch.Tensor]:
+    """The loss and its gradient by a plain loop, between bounds [rows, tokens] or with the weights of a rule."""
+    log_probs, base, rollout, advantages, mask = (
+        batch[name].tolist()
+        for name in ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "action_mask")
+    )
+    lower, upper = bounds
+    lengths, value, gradient = [sum(row) for row in mask], 0.0, torch.zeros_like(batch["log_probs"])
+    for i, length in enumerate(lengths):
+        size = sum(lengths) if loss.token_level_loss else length * len(lengths)
+        s = [math.exp(base[i][t] - rollout[i][t]) for t in range(length)]
+        of_response = math.exp(sum(log_probs[i][:length]) - sum(base[i][:length]))
+        for t in range(length):
+            ratio, advantage = math.exp(log_probs[i][t] - base[i][t]), advantages[i][t]
+            scale = -plain_staleness_weight(weight, s, advantage, t) / size
+            if loss.rule.has_weights:
+                w = 1.0 if advantage > 0 else min(of_response if loss.rule.level == "sequence" else ratio, 1.0)
+                w *= 1.0 if advantage > 0 else float(getattr(loss.rule, "negative_weight", 1.0))
+                gradient[i, t] = scale * w * advantage
+                value += scale * w * advantage  # at ratio 1 by value
+                continue
+            terms = {"unclipped": ratio * advantage}
+            terms["clipped"] = min(max(ratio, lower[i][t]), upper[i][t]) * advantage
+            kind = min(terms, key=terms.__getitem__)
+            if advantage < 0 and loss.dual_clip and terms[kind] < loss.dual_clip * advantage:
+                kind, terms["dual"] = "dual", loss.dual_clip * advantage
+            value += scale * terms[kind]
+            if kind == "unclipped":
+                gradient[i, t] = scale * ratio * advantage
+    return value, gradient
+
+
+def trained(batch: dict, loss: BapoPolicyLoss, size: int) -> tuple[float, torch.Tensor, list]:
+    """One update in micro-batches of `size` responses: its loss, gradient, and bounds of all tokens."""
+    log_probs = batch["log_probs"].detach().requires_grad_()
+    batch = batch | {"log_probs": log_probs}
+    parts = [{name: x[i : i + size] for name, x in batch.items()} for i in range(0, len(log_probs), size)]
+    if loss.rule.needs_tally_first:
+        for part in parts:
+            loss.tally(**{name.replace("old_", "behavior_"): x.detach() for name, x in part.items()})
+        loss.close_update()
+    value, bounds = 0.0, []
+    for part in parts:
+        # The number of tokens and responses of the update, as OpenRLHF gives it to each micro-batch.
+        totals = dict(batch_num_tokens=float(batch["action_mask"].sum()), global_batch_size=len(log_probs))
+        value = value + loss(**part, **totals)[0]
+        pair = (torch.as_tensor(bound).double() for bound in (1 - loss.clip_eps_low, 1 + loss.clip_eps_high))
+        bounds.append(torch.stack([bound.expand(part["log_probs"].shape) for bound in pair]))
+    value.backward()
+    return float(value.detach()), log_probs.grad, torch.cat(bounds, 1).tolist()
+
+
+@pytest.mark.parametrize(("rule", "weight"), COMBINATIONS, ids=str)
+def test_loss_and_gradient_are_those_of_a_plain_loop_however_the_update_is_split(rule, weight):
+    make = (RULES_WITH_A_CLIP | WEIGHT_RULES)[rule]
+    for seed, token_level_loss, dual_clip in itertools.product((0, 1), (True, False), (None, 3.0)):
+        batch = stale_micro_batch(seed)
+        if weight == "behavior":
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+        kwargs = dict(WEIGHTS[weight], token_level_loss=token_level_loss, dual_clip=dual_clip)
+        found = []
+        for size in (6, 2, 1):
+            loss = BapoPolicyLoss(rule=make(), **kwargs)
+            value, gradient, bounds = trained(batch, loss, size)
+            expected, by_token = plain_loss(batch, loss, weight, bounds)
+            assert value == pytest.approx(expected, rel=1e-12, abs=1e-14)
+            torch.testing.assert_close(gradient, by_token, rtol=1e-12, atol=1e-15)
+            found.append((torch.tensor(value), gradient, torch.tensor(bounds)))
+        for split in found[1:]:
+            torch.testing.assert_close(split, found[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -102,23 +167,6 @@ def test_the_search_counts_tokens_with_their_tapered_weight(level):
         (found,) = (update.found for update in loss.updates)
         assert float(found.lower) == float(expected.lower) and float(found.upper) == float(expected.upper)
         assert float(found.positive_share) == pytest.approx(float(expected.positive_share), rel=1e-12)
-
-
-@pytest.mark.parametrize("rule", ["paper", "m2"])
-def test_an_update_split_over_micro_batches_has_the_bounds_of_the_whole(rule):
-    batch = stale_micro_batch(1)
-    found = []
-    for size in (6, 2, 1):
-        loss = BapoPolicyLoss(rule=RULES_WITH_A_CLIP[rule](), tapered="sequence")
-        for start in range(0, 6, size):
-            part = {name: values[start : start + size].detach() for name, values in batch.items()}
-            loss.tally(
-                part["log_probs"], part["old_log_probs"], part["advantages"], part["action_mask"],
-                part["rollout_log_probs"],
-            )  # fmt: skip
-        loss.close_update()
-        found.append((float(loss.rule.lower), float(loss.rule.upper)))
-    assert found[0] == pytest.approx(found[1], rel=1e-12) and found[0] == pytest.approx(found[2], rel=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
