@@ -10,7 +10,7 @@ python studies/late_data/compare.py draw     # stage 2: every difference from pp
 python studies/late_data/compare.py pages    # writes these tables into the pages that show them, and the picture
 
 They read finished cells from --results and --runs. `screen` leaves out, and names, every method that lacks a planned
-cell of its regime. A family of stage 2 is not tested before all its cells are there.
+cell of its regime. Stage 2 is not tested before all its cells are there.
 """
 
 import argparse
@@ -167,8 +167,8 @@ def bounds_lines(cells: dict[str, dict], found: dict[str, Columns]) -> list[str]
 
 def regime(cell: dict) -> str:
     """Name a cell's regime: task, lag, and what else its block sets."""
-    settings = sorted(cell["regime"].items())
-    return " ".join([cell["task"], f"lag {cell['lag']}", *(f"{key} {value}" for key, value in settings)])
+    settings = (f"{key} {value}" for key, value in cell["regime"].items())
+    return " ".join([cell["task"], f"lag {cell['lag']}", *settings])
 
 
 Table = dict[str, dict[str, dict[float, dict[int, Outcome]]]]  # by regime, method, learning rate and seed
@@ -378,19 +378,15 @@ Comparison = tuple[str, str, str]  # regime, method, the method that it is compa
 
 
 def families(table: Table, screened: Table) -> dict[str, list[Comparison]]:
-    """Return the planned comparisons by family; each family is corrected for its number alone.
-
-    A table of stage 1's regimes alone has the primary family only.
-    """
+    """Return the planned comparisons by family; each family is corrected for its number alone."""
     tested = {method for by_method in table.values() for method in by_method}
     ours = next(method for method, _ in ranking(screened) if method in OURS and method in tested)
     less_ppo = [(name, method, "ppo") for name, by_method in table.items() for method in by_method if method != "ppo"]
     others = [(name, ours, best_other(screened, name, tested - set(OURS))) for name in table]
-    elsewhere = [pair for pair in less_ppo if pair[0] not in screened]
     return {
         PRIMARY: [pair for pair in less_ppo if pair[0] in screened],
-        OTHER_REGIMES: elsewhere,
-        OURS_AGAINST_BEST: others if elsewhere else [],
+        OTHER_REGIMES: [pair for pair in less_ppo if pair[0] not in screened],
+        OURS_AGAINST_BEST: others,
     }
 
 
@@ -407,11 +403,9 @@ class Tested:
 
 
 def tested(table: Table, screened: Table) -> dict[str, list[Tested]]:
-    """Return the planned comparisons by family; families without a comparison are left out."""
+    """Return the planned comparisons by family."""
     results = {}
     for title, comparisons in families(table, screened).items():
-        if not comparisons:
-            continue
         found = []
         for name, *methods in comparisons:
             found.append(difference(*(table[name][m][rate(table, screened, name, m)] for m in methods)))
@@ -460,7 +454,7 @@ def overview_lines(table: Table, screened: Table) -> list[str]:
 def against_ppo(table: Table, screened: Table) -> list[Tested]:
     """Return the comparisons with ppo in all regimes."""
     by_family = tested(table, screened)
-    return by_family[PRIMARY] + by_family.get(OTHER_REGIMES, [])
+    return by_family[PRIMARY] + by_family[OTHER_REGIMES]
 
 
 def tested_methods(table: Table) -> list[str]:
@@ -522,20 +516,13 @@ def draw(table: Table, screened: Table, out: Path):
     return figure
 
 
-def families_that_are_there(cells: dict[str, dict], found: dict[str, Columns]) -> tuple[Table, Table, Table]:
-    """Return the outcomes that are tested, those of stage 1, and those of stage 2's regimes that lack no cell.
-
-    Without the primary family the program ends. The other families are tested when no cell of theirs is missing.
-    """
+def both_stages(cells: dict[str, dict], found: dict[str, Columns]) -> tuple[Table, Table]:
+    """Return the outcomes that are tested, and those of stage 1. The program ends if a planned cell is missing."""
     screened, _ = outcomes(cells, found, STAGES["screen"])
     table, left_out = outcomes(cells, found, STAGES["test"])
-    if not table.keys() >= screened.keys() or left_out.keys() & screened.keys():
-        missing = itertools.chain(*left_out.values())
-        sys.exit("\n".join(["No test before every planned cell of the primary family is there.", *missing]))
-    whole = {name: by_method for name, by_method in table.items() if name not in left_out}
     if left_out:
-        print("The primary family alone is tested: planned cells of the other families are missing.", file=sys.stderr)
-    return {name: whole[name] for name in whole if not left_out or name in screened}, screened, whole
+        sys.exit("\n".join(["No test before every planned cell is there.", *itertools.chain(*left_out.values())]))
+    return table, screened
 
 
 def stage_lines(stage: str, cells: dict[str, dict], found: dict[str, Columns]) -> list[str]:
@@ -550,10 +537,10 @@ def stage_lines(stage: str, cells: dict[str, dict], found: dict[str, Columns]) -
             else pipeline_lines(table)
         )
         return [*lines, *itertools.chain(*left_out.values())]
-    table, screened, whole = families_that_are_there(cells, found)
+    table, screened = both_stages(cells, found)
     if stage == "overview":
         return overview_lines(table, screened)
-    return [*difference_lines(table, screened), "Means by method:", "", *screen_lines(whole)]
+    return [*difference_lines(table, screened), "Means by method:", "", *screen_lines(table)]
 
 
 MARKED = re.compile(r"(?<=<!-- compare.py )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
@@ -579,8 +566,7 @@ def main() -> None:
     args = parser.parse_args()
     cells, found = read_cells(args.study, "*"), read_results(args.results, args.runs)
     if args.stage in ("draw", "pages"):
-        table, screened, _ = families_that_are_there(cells, found)
-        draw(table, screened, args.out)
+        draw(*both_stages(cells, found), args.out)
     else:
         print("\n".join(stage_lines(args.stage, cells, found)))
     for page in PAGES if args.stage == "pages" else ():

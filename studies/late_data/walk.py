@@ -167,7 +167,7 @@ class Policy(torch.nn.Module):
 
 
 @torch.no_grad()
-def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, greedy: bool = False, generator=None):
+def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, generator=None):
     """Return responses to prompts [rows, tokens] with log-probs and entropy, [rows, max_tokens], and rewards [rows]."""
     prompts = prompts.repeat_interleave(samples, 0)
     rows, (positions, width) = len(prompts), policy.positions.weight.shape
@@ -176,7 +176,7 @@ def sample(policy: Policy, prompts: torch.Tensor, task: Walk, samples: int = 1, 
     alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
     log_probs = policy(policy.num_actions + prompts, caches)[:, -1]
     for step in range(task.max_tokens):
-        token = log_probs.argmax(1) if greedy else torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
+        token = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
         responses[alive, step] = token
         behavior[alive, step] = log_probs.gather(1, token[:, None]).squeeze(1)
         entropy[alive, step] = -(log_probs.exp() * log_probs).sum(1)

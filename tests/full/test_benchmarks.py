@@ -1,10 +1,10 @@
 """The benchmarks run, and compare with what they say."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 
+import clip_search
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -13,17 +13,6 @@ from reference import near_a_decision
 from strategies import as_tensors, clip_configs, tokens
 
 from openrlhf_bapo import find_clip_bounds
-
-
-def load(name: str):
-    """A benchmark as a module."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-clip_search = load("clip_search")
 
 
 @given(tokens(min_size=1), clip_configs(contribution="surrogate", target_kind="share"))
