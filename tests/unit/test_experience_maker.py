@@ -318,7 +318,7 @@ def test_a_group_in_the_pool_is_as_old_as_its_oldest_action_token_and_has_reward
         (1, 4, 16, 4),
         (1, 4, 12, 2),  # of up to 4, the most that make whole steps: 6 groups of 4
         (2, 4, 8, 6),  # no more than are there, and whole steps
-        (0.25, 2, 8, 0),  # half a group
+        (0.25, 2, 4, 0),  # half a group
     ],
 )
 def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_steps(
