@@ -160,6 +160,25 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.counts.clear()
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_a_group_is_drawn_up_to_max_staleness_versions_later_and_then_expires(max_staleness):
+    for age, num_drawn in ((max_staleness, 1), (max_staleness + 1, 0)):
+        pool = ReplayPool(ReplayConfig(max_staleness=max_staleness))
+        pool.add([make_group(versions=(5,))])
+        assert len(pool.sample(1, 5 + age)) == num_drawn
+        assert pool.metrics()["replay/groups_expired"] == 1 - num_drawn
+
+
+def test_over_capacity_the_group_with_the_oldest_version_is_evicted_first_and_on_ties_the_first_that_arrived():
+    pool = ReplayPool(ReplayConfig(capacity=2, max_staleness=99))
+    pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 1)))
+    assert pool.metrics()["replay/groups_evicted"] == 2
+    assert sorted(uids(pool.sample(9, 3))) == [0, 2]
+    pool = ReplayPool(ReplayConfig(capacity=1, max_staleness=99))
+    pool.add(make_group(uid, versions=(1,)) for uid in range(3))
+    assert uids(pool.sample(9, 1)) == [2]
+
+
 def test_the_lowest_and_highest_allowed_settings_work():
     least = dict(ratio=0.0, capacity=1, max_staleness=0, max_reuse=1)
     for seed in (0, 2**63 - 1):
@@ -187,6 +206,17 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
 
     assert draws(3) == draws(3)
     assert (draws(3) == draws(4)) == (strategy in ("newest", "oldest"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "order"), [("newest", [3, 0, 4, 2, 1]), ("oldest", [1, 2, 4, 0, 3])], ids=["newest", "oldest"]
+)
+def test_newest_and_oldest_draw_by_version_and_on_ties_by_arrival(strategy, order):
+    pool = ReplayPool(ReplayConfig(strategy=strategy, max_staleness=99, max_reuse=2))
+    pool.add(make_group(uid, versions=(version,)) for uid, version in enumerate((3, 1, 2, 3, 2)))
+    assert uids(pool.sample(3, 3)) == order[:3]
+    assert pool.metrics()["replay/reuse_mean"] == 3 / 5
+    assert uids(pool.sample(9, 3)) == order
 
 
 def test_uniform_draws_every_group_equally_often():
@@ -344,10 +374,11 @@ def test_invalid_settings_are_refused_with_field_value_and_range(settings, messa
 # Saving and loading
 
 
-def test_a_loaded_pool_equals_the_saved_one_and_its_tensors_own_their_memory(tmp_path):
-    pool = ReplayPool(ReplayConfig(max_reuse=2, max_staleness=99, strategy="oldest", skip_uninformative=False))
-    for uid in range(3):
-        group = make_group(uid, num_samples=1 + uid, num_tokens=2 + uid)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loaded_pool_equals_the_saved_one_and_continues_with_the_same_draws(tmp_path, strategy):
+    pool = ReplayPool(ReplayConfig(max_reuse=2, max_staleness=99, strategy=strategy, skip_uninformative=False))
+    for uid in range(8):
+        group = make_group(uid, num_samples=1 + uid % 3, num_tokens=2 + uid, advantage=1.0 + uid)
         extra = {"rewards": torch.tensor(-0.0), "a/b:c": torch.tensor([1.5], dtype=torch.bfloat16)}
         group.samples[-1].update(extra)  # names that only some samples have
         pool.add([Group(group.samples, group.rewards)])
@@ -364,6 +395,10 @@ def test_a_loaded_pool_equals_the_saved_one_and_its_tensors_own_their_memory(tmp
             for name, tensor in ours.items():
                 assert torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    for one in (pool, loaded):
+        one.add([make_group(99)])
+    drawn, expected = ([(group.key, uid_of(group)) for group in one.sample(9, 0)] for one in (loaded, pool))
+    assert drawn == expected and len(drawn) == 9
 
 
 def test_a_saved_pool_has_two_columns_per_tensor_under_the_names_of_the_format(tmp_path):
