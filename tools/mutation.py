@@ -228,7 +228,13 @@ def run_tests(tests: list[str], limit: float, log: Path) -> str:
         os.dup2(output, 2)
         import pytest
 
-        plugins = ["no:cacheprovider", "no:unraisableexception", "no:threadexception", "_hypothesis_pytestplugin"]
+        plugins = [
+            "no:cacheprovider",
+            "no:unraisableexception",
+            "no:threadexception",
+            "_hypothesis_pytestplugin",
+            "pytest_timeout",
+        ]
         options = [
             "-x",
             "-q",

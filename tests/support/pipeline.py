@@ -172,6 +172,16 @@ def parse(argv: list[str]) -> Namespace:
     return arguments.parse(argv)
 
 
+def refusal(argv: list[str], capsys) -> str:
+    """Assert that the flags are refused, and return the last line of what is said."""
+    import pytest
+
+    with pytest.raises(SystemExit) as exit_:
+        parse(argv)
+    assert exit_.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:
     """Make experience of single samples with random tokens, as the experience maker passes it to the actors.
 

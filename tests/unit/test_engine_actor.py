@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+
+from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
 
 class EngineCore:
@@ -30,11 +39,6 @@ class EngineCore:
 
 def make_actor():
     """Make an actor as Ray does, without its engine process."""
-    from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    from openrlhf_bapo.openrlhf.vllm_engine import VersionedEngine
 
     async def loaded(*_, **__): ...
 
@@ -49,11 +53,6 @@ def make_actor():
 
 def begin(actor, name: str, tokens: list[int]):
     """Start a request that has generated `tokens`, and return the collector of its outputs."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
     # As RolloutRayActor.generate's, whose outputs are cumulative.
     params = SamplingParams(max_tokens=9, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE)
     request = EngineCoreRequest(name, [7, 8], None, params, None, 0.0, None, None, None, external_req_id=name)
@@ -127,18 +126,10 @@ def tokenizer(tmp_path_factory):
 
 
 def agent_responses(tokenizer, observations: list[int], feedback: int, num_turns: int, max_length: int) -> list[dict]:
-    """Return the responses of OpenRLHF's executor of agents, whose actions have 3 tokens.
+    """Return the responses of OpenRLHF's executor of agents, each of `num_turns` actions of 3 tokens.
 
-    Args:
-        tokenizer: of one token per character.
-        observations: number of tokens that each response's agent observes first.
-        feedback: number of tokens after each action.
-        num_turns: actions until the agent is done.
-        max_length: of a whole response.
+    Before its first action, agent i observes `observations[i]` tokens, and after each action `feedback` tokens.
     """
-    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
-    from vllm import SamplingParams
-
     lengths = iter(observations)
 
     class Agent(AgentInstanceBase):
@@ -181,8 +172,6 @@ def test_a_response_whose_agent_has_no_room_for_its_next_action_is_truncated(
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
 def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(pieces):
-    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
-
     class Engine:
         """Alternately loads weight updates and yields further tokens."""
 
@@ -207,27 +196,12 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
     assert asyncio.run(generate()) == [expected]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(temperature=0.5),
-        dict(top_p=0.5),
-        dict(top_k=3),
-        dict(min_p=0.1),
-        dict(presence_penalty=0.1),
-        dict(frequency_penalty=0.1),
-        dict(repetition_penalty=1.1),
-        dict(logit_bias={3: 1.0}),
-        dict(allowed_token_ids=[3, 4]),
-        dict(bad_words=["no"]),
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_an_agents_own_distribution_is_refused_in_training_where_the_engines_log_probs_count(change):
-    from vllm import SamplingParams
+OTHER_DISTRIBUTIONS = dict(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=0.1, frequency_penalty=0.1)
+OTHER_DISTRIBUTIONS |= dict(repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], bad_words=["no"])
 
-    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
+@pytest.mark.parametrize("name", OTHER_DISTRIBUTIONS)
+def test_an_agents_own_distribution_is_refused_in_training_where_the_engines_log_probs_count(name):
     class Engine:
         async def generate(self, prompt, sampling_params, request_id):
             return
@@ -239,11 +213,11 @@ def test_an_agents_own_distribution_is_refused_in_training_where_the_engines_log
         async for _ in engine.generate([], SamplingParams(**params), request_id=""):
             pass
 
+    change = {name: OTHER_DISTRIBUTIONS[name]}
     compared, free = VersionedEngine(Engine()), VersionedEngine(Engine())
     compared.compared = "--offpolicy.ratio_base auto", SamplingParams(temperature=0.7)
     asyncio.run(sample(compared, True))  # the run's distribution, with another length and stop
     asyncio.run(sample(compared, False, **change))  # in an evaluation
     asyncio.run(sample(free, True, **change))
-    (name,) = change
     with pytest.raises(RuntimeError, match=f"--train.agent_func_path: .* {name} .*--offpolicy.ratio_base auto"):
         asyncio.run(sample(compared, True, **change))

@@ -12,8 +12,21 @@ from dataclasses import fields
 import pipeline
 import pytest
 import torch
+from openrlhf.trainer.ppo_utils import experience_maker
+from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Upstream
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
 from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
+from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
+from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
+from openrlhf_bapo.openrlhf.replay_checkpoint import (
+    _replay_fingerprint,
+    load_saved_pool,
+    remove_pruned,
+    save_pools,
+    use_checkpoint,
+)
 
 
 def recomputed(sequences: torch.Tensor, action_mask: torch.Tensor, **_) -> torch.Tensor:
@@ -22,17 +35,19 @@ def recomputed(sequences: torch.Tensor, action_mask: torch.Tensor, **_) -> torch
 
 
 class Actors:
-    """Stands for RayActorGroup: calls `recomputed` on every batch."""
+    """Stands for RayActorGroup: calls `recomputed` on every batch, and adds `shift`."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        self.shift = shift
 
     def async_run_method_batch(self, method_name: str, **batches) -> list:
         names, columns = zip(*batches.items(), strict=True)
-        return [[recomputed(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]]
+        rows = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+        return [[recomputed(**row) + self.shift for row in rows]]
 
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    from openrlhf.trainer.ppo_utils import experience_maker
-
     monkeypatch.setattr(experience_maker, "ray", Namespace(get=lambda refs: refs, put=lambda value: value))
 
 
@@ -41,10 +56,6 @@ NUM_SAMPLES = 4
 
 def make_maker(directory, **flags):
     """Build our experience maker as OpenRLHF's trainer does: 4 prompts x 4 samples, optimizer steps of 8 samples."""
-    from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
-
-    from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
-
     settings = dict(
         policy_loss="bapo",
         reward__remote_url="http://verifier/get_reward",
@@ -79,7 +90,7 @@ def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
         for sample in generated(
             maker,
             [
-                pipeline.response(length, float(length - 1), version) | {"label": str(prompt)}
+                pipeline.response(length, float(length - 1), version, log_prob=-0.5) | {"label": str(prompt)}
                 for length in range(1, NUM_SAMPLES + 1)
             ],
         )
@@ -88,8 +99,6 @@ def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
 
 def joined(batches) -> list:
     """The samples of every batch, without padding."""
-    from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, split_experience_batch
-
     return [sample for batch in batches for sample in remove_padding_in_sequences(split_experience_batch(batch))]
 
 
@@ -110,10 +119,16 @@ RESPONSES = [
     pipeline.response(1, version=3, log_prob=-0.3),
     pipeline.response(2, version=1, log_prob=-0.2),
 ]
-TOKENS = [6, 7, 8, 6, 6, 7]
+STALENESS = [1, 0, 0, 0, 2, 2]  # at version 3
+ACTOR = [-0.06, -0.07, -0.08, -0.06, -0.06, -0.07]
+ENGINE = [-0.5] * 3 + [-0.3] + [-0.2] * 2
+STALE_FROM_ENGINE = [-0.5, -0.07, -0.08, -0.06, -0.2, -0.2]
+STALE = [dict(train__async_enable=True), dict(offpolicy__lag=2), dict(partial__token_budget=9)]
+DECOUPLED = dict(offpolicy__objective="decoupled")
+TAPERED = DECOUPLED | dict(offpolicy__weight="tapered")
 
 
-def test_staleness_is_the_number_of_versions_from_generation_to_training(tmp_path):
+def test_staleness_counts_versions_and_optimizer_steps_the_actors_steps_from_generation_to_training(tmp_path):
     maker = make_maker(tmp_path)
     publish(maker, 13)
     maker.version_offset = 10  # a resumed run, whose engines count from 0 again
@@ -124,70 +139,43 @@ def test_staleness_is_the_number_of_versions_from_generation_to_training(tmp_pat
     elsewhere = experience.action_mask == 0
     for name in ("versions", "staleness", "optimizer_steps"):
         assert not getattr(experience, name)[elsewhere].any()
-
-
-def test_a_version_published_without_an_optimizer_step_adds_to_staleness_but_not_to_optimizer_steps(tmp_path):
-    maker = make_maker(tmp_path)
-    publish(maker, 3)
+    maker.metrics()
     maker.count_version()  # the critic alone was trained
     experience = experience_of(maker, RESPONSES)
     assert tokens_of(experience, "staleness") == [2, 1, 1, 1, 3, 3]
-    assert tokens_of(experience, "optimizer_steps") == [3, 0, 0, 0, 2 + 3, 2 + 3]
+    assert tokens_of(experience, "optimizer_steps") == [13, 0, 0, 0, 12 + 13, 12 + 13]
+    assert "offpolicy/engine_mismatch" not in maker.metrics()  # without fresh tokens
 
 
-def test_with_ratio_base_recomputed_the_denominator_is_the_actors_and_the_mismatch_of_fresh_tokens_is_logged(tmp_path):
-    maker = make_maker(tmp_path)
+@pytest.mark.parametrize(
+    ("flags", "denominators", "behavior"),
+    [
+        (dict(), ACTOR, ENGINE),
+        (dict(offpolicy__ratio_base="rollout"), ENGINE, ENGINE),
+        (STALE[2], STALE_FROM_ENGINE, ENGINE),
+        *((dict(policy_loss="ppo", offpolicy__ratio_base="recomputed") | stale, ACTOR, ENGINE) for stale in STALE),
+        *((DECOUPLED | stale, ACTOR, ENGINE) for stale in [{}, *STALE]),
+        *((TAPERED | stale, ACTOR, STALE_FROM_ENGINE) for stale in [{}, *STALE]),
+    ],
+    ids=str,
+)
+def test_each_token_has_the_denominator_and_the_behavior_log_prob_of_the_flags(tmp_path, flags, denominators, behavior):
+    maker = make_maker(tmp_path, **flags)
     publish(maker, 3)
     experience = experience_of(maker, RESPONSES)
-    assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
-    gaps = [0.5 - 0.07, 0.5 - 0.08, 0.3 - 0.06]  # of the tokens of version 3
-    metrics = maker.metrics()
-    assert metrics.pop("offpolicy/engine_mismatch") == pytest.approx(sum(gaps) / 3)
-    assert metrics == {"offpolicy/mixed_versions": pytest.approx(1 / 3)}  # the first response alone has two
+    assert tokens_of(experience, "staleness") == STALENESS
+    assert tokens_of(experience, "action_log_probs") == pytest.approx(denominators)
+    assert tokens_of(experience, "rollout_log_probs") == pytest.approx(behavior)
+    assert tokens_of(experience, "start_log_probs") == pytest.approx(ACTOR)
+    if denominators is ENGINE:
+        assert not experience.action_log_probs[experience.action_mask == 0].any()
+    gaps = [actor - engine for actor, engine, age in zip(ACTOR, ENGINE, STALENESS, strict=True) if not age]
+    mixed = {"offpolicy/mixed_versions": pytest.approx(1 / 3)}  # the first response alone has two
+    assert maker.metrics() == mixed | {"offpolicy/engine_mismatch": pytest.approx(sum(gaps) / 3)}
     assert maker.metrics() == {}
 
 
-def test_mixed_versions_is_the_fraction_of_responses_with_more_than_one_version(tmp_path):
-    maker = make_maker(tmp_path)
-    publish(maker, 3)
-    mixed = [pipeline.response(3, version=[2, 3, 3]), pipeline.response(2, version=[1, 3])]
-    experience_of(maker, [*mixed, pipeline.response(3, version=2)])
-    assert maker.metrics() == {"offpolicy/mixed_versions": pytest.approx(2 / 3)}
-
-
-def test_with_ratio_base_rollout_the_denominator_is_the_engines_and_0_outside_the_mask(tmp_path):
-    maker = make_maker(tmp_path, offpolicy__ratio_base="rollout")
-    publish(maker, 3)
-    experience = experience_of(maker, RESPONSES)
-    assert tokens_of(experience, "action_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
-    assert tokens_of(experience, "start_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
-    assert not experience.action_log_probs[experience.action_mask == 0].any()
-    assert "offpolicy/engine_mismatch" in maker.metrics()
-
-
-def test_under_a_token_budget_only_tokens_of_older_versions_have_the_engines_denominator(tmp_path):
-    maker = make_maker(tmp_path, partial__token_budget=9)
-    publish(maker, 3)
-    experience = experience_of(maker, RESPONSES)
-    fresh = [-token / 100 for token in TOKENS]
-    expected = [-0.5, fresh[1], fresh[2], fresh[3], -0.2, -0.2]
-    assert tokens_of(experience, "action_log_probs") == pytest.approx(expected)
-    assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
-
-
-def test_with_ratio_base_recomputed_the_denominator_of_stale_tokens_is_the_actors_too(tmp_path):
-    for stale in (dict(offpolicy__lag=2), dict(partial__token_budget=9), dict(train__async_enable=True)):
-        maker = make_maker(tmp_path, policy_loss="ppo", offpolicy__ratio_base="recomputed", **stale)
-        publish(maker, 3)
-        experience = experience_of(maker, RESPONSES)
-        assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 for token in TOKENS])
-        assert tokens_of(experience, "rollout_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
-        assert tokens_of(experience, "staleness") == [1, 0, 0, 0, 2, 2]
-
-
 def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kept_for_the_checkpoint(tmp_path):
-    from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
-
     maker = make_maker(tmp_path, partial__token_budget=9)
     unfinished = object()
     samples = generated(maker, [pipeline.response(2, float(n % 2), log_prob=-0.5) for n in range(16)])
@@ -197,13 +185,9 @@ def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kep
 
 
 def test_an_agent_without_log_probs_is_refused_only_if_the_ratio_or_its_correction_needs_them(tmp_path):
+    base, correction = dict(offpolicy__ratio_base="rollout"), dict(algo__advantage__is_correction_level="token")
     asynchronous = dict(policy_loss="ppo", train__async_enable=True)
-    for flags in (
-        dict(offpolicy__ratio_base="rollout"),
-        dict(algo__advantage__is_correction_level="token"),
-        dict(partial__token_budget=9),
-        asynchronous,
-    ):
+    for flags in (base, correction, STALE[2], asynchronous, DECOUPLED, DECOUPLED | STALE[1], TAPERED):
         maker = make_maker(tmp_path, **flags)
         with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs.*ratio_base re"):
             experience_of(maker, [pipeline.response(3)] * 3)
@@ -211,13 +195,6 @@ def test_an_agent_without_log_probs_is_refused_only_if_the_ratio_or_its_correcti
         maker = make_maker(tmp_path, **flags)
         experience_of(maker, [pipeline.response(3)] * 3)
         assert maker.metrics() == {"offpolicy/mixed_versions": 0}
-
-
-def test_without_fresh_tokens_no_engine_mismatch_is_logged(tmp_path):
-    maker = make_maker(tmp_path)
-    publish(maker, 9)
-    experience_of(maker, RESPONSES)
-    assert "offpolicy/engine_mismatch" not in maker.metrics()
 
 
 def test_without_an_off_policy_feature_the_experience_is_openrlhfs_own(tmp_path):
@@ -230,16 +207,12 @@ def test_without_an_off_policy_feature_the_experience_is_openrlhfs_own(tmp_path)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_path, monkeypatch, dtype):
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-
     maker, generator = make_maker(tmp_path), torch.Generator().manual_seed(0)
     rewards = (torch.randn(5, 300, generator=generator) * torch.rand(5, 1, generator=generator) ** 8).to(dtype)
     mask = (torch.arange(300) < torch.tensor([[0], [1], [7], [299], [300]])).long()
-    upstream = {
-        gamma: RemoteExperienceMaker.get_cumulative_returns(maker, rewards, mask, gamma) for gamma in (1.0, 0.9)
-    }
+    upstream = {gamma: Upstream.get_cumulative_returns(maker, rewards, mask, gamma) for gamma in (1.0, 0.9)}
     assert torch.equal(maker.get_cumulative_returns(rewards, mask, 0.9), upstream[0.9])
-    monkeypatch.delattr(RemoteExperienceMaker, "get_cumulative_returns")  # the loop takes minutes on long responses
+    monkeypatch.delattr(Upstream, "get_cumulative_returns")  # the loop takes minutes on long responses
     found = maker.get_cumulative_returns(rewards, mask, 1.0)
     assert found.dtype == dtype
     assert torch.equal(found.contiguous().view(torch.uint8), upstream[1.0].view(torch.uint8))  # also -0.0
@@ -247,8 +220,6 @@ def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_pat
 
 @pytest.mark.parametrize("mask", [[1] * 6, [0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1]], ids=str)
 def test_the_tokens_between_an_agents_actions_are_no_steps_of_gae_and_of_discounted_returns(tmp_path, mask):
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Upstream
-
     maker, generator, mask = make_maker(tmp_path), torch.Generator().manual_seed(0), torch.tensor([mask] * 2)
     values, rewards = torch.randn(2, 2, 6, generator=generator)  # also between the actions, where they mean nothing
     alone = [tensor[mask > 0].view(2, -1) for tensor in (values, rewards, mask)]
@@ -277,13 +248,6 @@ def test_the_length_penalty_counts_an_agents_actions_and_not_the_tokens_between_
 # ---- replay ----
 
 
-def test_without_replay_a_training_step_has_only_the_fresh_samples(tmp_path):
-    maker = make_maker(tmp_path)
-    batches = maker.make_experience_batch(rollout(maker))
-    assert maker.pool is None and maker.fresh is batches
-    assert sum(len(batch.sequences) for batch in batches) == 16
-
-
 def test_the_pool_has_the_settings_of_the_flags(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
     assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
@@ -293,7 +257,9 @@ def test_the_pool_has_the_settings_of_the_flags(tmp_path):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, monkeypatch, dynamic):
     flags = dict(train__dynamic_batch_enable=True, rollout__max_tokens_per_gpu=16) if dynamic else {}
+    flags |= dict(algo__kl__use_loss=True, algo__kl__estimator="k3", algo__kl__init_coef=0.01)
     maker = make_maker(tmp_path, replay__ratio=0.5, replay__strategy="oldest", **flags)
+    maker.initial_model_group, maker.critic_model_group = Actors(-0.2), Actors(1.0)  # a KL loss, and values
     monkeypatch.delattr(type(maker), "_recompute_denominators")  # without a forward pass, which decoupled takes
     first = joined(maker.make_experience_batch(rollout(maker)))
     assert len(first) == 16  # nothing to replay yet: a group is not replayed beside itself
@@ -301,6 +267,9 @@ def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, monke
     assert (metrics["replay/groups_added"], metrics["replay/groups_sampled"], metrics["replay/size"]) == (4, 0, 4)
     assert [int(sample.response_length) for sample in first] == [1, 2, 3, 4] * 4  # the groups in the order of prompts
 
+    kept = [sample for group in maker.pool._groups.values() for sample in group.samples]
+    assert all(not {"staleness", "optimizer_steps"} & sample.keys() for sample in kept)  # they would only take memory
+    assert all({"base_action_log_probs", "values", "rollout_log_probs"} < sample.keys() for sample in kept)
     publish(maker, 2)
     batches = maker.make_experience_batch(rollout(maker, version=2))
     # OpenRLHF splits dynamic batches again, so padding would be wasted.
@@ -315,9 +284,9 @@ def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, monke
         assert tokens_of(after, "staleness") == [2] * int(after.response_length)
         assert tokens_of(after, "optimizer_steps") == [1 + 2] * int(after.response_length)
         for field in fields(before):
-            value = getattr(before, field.name)
+            value, found = getattr(before, field.name), getattr(after, field.name)
             if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
-                assert torch.equal(getattr(after, field.name), value), field.name
+                assert torch.equal(found, value) and found.dtype == value.dtype, field.name
         assert {k: float(v) for k, v in after.info.items()} == {k: float(v) for k, v in before.info.items()}
     metrics = maker.metrics()
     assert (metrics["replay/groups_sampled"], metrics["replay/groups_exhausted"]) == (2, 2)
@@ -326,43 +295,18 @@ def test_a_whole_replayed_group_joins_the_next_rollout_unchanged(tmp_path, monke
     assert sum(len(batch.sequences) for batch in maker.fresh) == 16
 
 
-def test_a_replayed_sample_is_unchanged_except_for_its_age(tmp_path):
-    from openrlhf_bapo.openrlhf.experience_maker import _to_group
-
-    made = pipeline.make_experience([3, 5], seed=1)
-    for sample in made:
-        step = torch.rand(sample.action_mask.shape)
-        sample.action_log_probs, sample.rollout_log_probs = -step, -step - 0.1
-        sample.base_action_log_probs, sample.values = -step - 0.2, step + 1  # KL as a loss, and GAE
-        sample.versions = 5 * sample.action_mask.int()
-        sample.rewards = sample.scores = sample.info["reward"]
-        sample.truncated = torch.tensor([False])
-        sample.staleness = sample.optimizer_steps = torch.zeros(sample.action_mask.shape, dtype=torch.int)
-    made = joined(made)
-    maker = make_maker(tmp_path, replay__ratio=1)
-    publish(maker, 8)
-    kept = _to_group(made).samples
-    assert all(not {"staleness", "optimizer_steps"} & sample.keys() for sample in kept)  # they would only take memory
-    back = [maker._from_pool(sample) for sample in kept]
-    for before, after in zip(made, back, strict=True):
-        assert torch.equal(after.staleness, 3 * before.action_mask)
-        assert torch.equal(after.optimizer_steps, (6 + 7 + 8) * before.action_mask)
-        for field in fields(before):
-            value = getattr(before, field.name)
-            if isinstance(value, torch.Tensor) and field.name not in ("staleness", "optimizer_steps"):
-                found = getattr(after, field.name)
-                assert torch.equal(found, value) and found.dtype == value.dtype, field.name
-        assert after.info.keys() == before.info.keys()
-
-
-def test_a_groups_age_is_that_of_its_oldest_action_token(tmp_path):
+def test_a_group_in_the_pool_is_as_old_as_its_oldest_action_token_and_has_rewards_that_differ(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=2)
     publish(maker, 5)
     samples = rollout(maker, version=5)
     samples[6].versions[samples[6].action_mask > 0] = 4  # one sample of the second group
     samples[0].versions[samples[0].action_mask == 0] = 1  # the prompt was generated by nobody
+    for sample in samples[2 * NUM_SAMPLES : 3 * NUM_SAMPLES]:
+        sample.rewards = torch.tensor([1.0])
     maker.make_experience_batch(samples)
-    assert sorted(group.oldest_version for group in maker.pool._groups.values()) == [4, 5, 5, 5]
+    assert sorted(group.oldest_version for group in maker.pool._groups.values()) == [4, 5, 5]
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_skipped"], metrics["replay/groups_added"]) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -374,23 +318,25 @@ def test_a_groups_age_is_that_of_its_oldest_action_token(tmp_path):
         (1, 4, 16, 4),
         (1, 4, 12, 2),  # of up to 4, the most that make whole steps: 6 groups of 4
         (2, 4, 8, 6),  # no more than are there, and whole steps
+        (0.25, 2, 4, 0),  # half a group
     ],
 )
 def test_as_many_groups_are_replayed_as_asked_for_that_make_whole_optimizer_steps(
     tmp_path, ratio, num_fresh, batch_size, num_replayed
 ):
-    flags = dict(rollout__batch_size=6) if batch_size == 12 else {}
-    maker = make_maker(tmp_path, replay__ratio=ratio, train__batch_size=batch_size, **flags)
+    maker = make_maker(tmp_path, replay__ratio=ratio, train__batch_size=batch_size, rollout__batch_size=24)
     maker.make_experience_batch(rollout(maker, num_prompts=6))
     (batch,) = maker.make_experience_batch(rollout(maker, num_prompts=num_fresh))
     assert len(batch.sequences) == (num_fresh + num_replayed) * NUM_SAMPLES
-    assert maker.metrics()["replay/groups_sampled"] == num_replayed
+    metrics = maker.metrics()
+    assert (metrics["replay/groups_sampled"], metrics["replay/samples_dropped"]) == (num_replayed, 0)
 
 
 class ActorsOfVersion(Actors):
     """The same, whose log-probs fall with every version; notes the shapes of the batches of each call."""
 
     def __init__(self, maker) -> None:
+        super().__init__()
         self.maker, self.calls = maker, []
 
     def async_run_method_batch(self, method_name: str, **batches) -> list:
@@ -400,7 +346,7 @@ class ActorsOfVersion(Actors):
 
 
 def decoupled_maker(directory, **flags):
-    maker = make_maker(directory, offpolicy__objective="decoupled", **flags)
+    maker = make_maker(directory, **DECOUPLED | flags)
     maker.actor_model_group = ActorsOfVersion(maker)
     return maker
 
@@ -411,41 +357,8 @@ def scored_rollout(maker, version: int) -> list:
     return [sample for _ in range(4) for sample in generated(maker, responses)]
 
 
-@pytest.mark.parametrize(
-    "stale", [dict(), dict(train__async_enable=True), dict(offpolicy__lag=2), dict(partial__token_budget=9)], ids=str
-)
-def test_decoupled_takes_the_actors_log_probs_for_tokens_of_any_version_and_keeps_the_engines(tmp_path, stale):
-    maker = decoupled_maker(tmp_path, **stale)
-    publish(maker, 3)
-    experience = experience_of(maker, RESPONSES)
-    assert tokens_of(experience, "action_log_probs") == pytest.approx([-token / 100 - 3 for token in TOKENS])
-    assert tokens_of(experience, "rollout_log_probs") == pytest.approx([-0.5] * 3 + [-0.3] + [-0.2] * 2)
-    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs"):
-        experience_of(maker, [pipeline.response(3)] * 3)
-
-
-@pytest.mark.parametrize(
-    "stale", [dict(), dict(train__async_enable=True), dict(offpolicy__lag=2), dict(partial__token_budget=9)], ids=str
-)
-def test_tapered_takes_the_engines_log_probs_as_the_behavior_policys_for_stale_tokens_only(tmp_path, stale):
-    maker = decoupled_maker(tmp_path, offpolicy__weight="tapered", **stale)
-    publish(maker, 3)
-    experience = experience_of(maker, RESPONSES)
-    starts, behaviors, staleness = (
-        tokens_of(experience, name) for name in ("action_log_probs", "rollout_log_probs", "staleness")
-    )
-    engines = [-0.5] * 3 + [-0.3] + [-0.2] * 2
-    assert {0} < set(staleness)
-    assert behaviors == pytest.approx(
-        [engine if age else start for engine, start, age in zip(engines, starts, staleness, strict=True)]
-    )
-    assert all(start == behavior for start, behavior, age in zip(starts, behaviors, staleness, strict=True) if not age)
-    with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs"):
-        experience_of(maker, [pipeline.response(3)] * 3)
-
-
 def test_tapered_keeps_with_replayed_samples_the_behavior_log_probs_of_their_rollout(tmp_path):
-    maker = decoupled_maker(tmp_path, replay__ratio=1, offpolicy__weight="tapered")
+    maker = decoupled_maker(tmp_path, replay__ratio=1, **TAPERED)
     maker.make_experience_batch(scored_rollout(maker, 0))  # fresh: the actor's of version 0
     publish(maker, 2)
     samples = joined(maker.make_experience_batch(scored_rollout(maker, 2)))
@@ -512,16 +425,7 @@ def test_only_names_that_the_reward_logs_for_all_samples_are_logged(tmp_path):
     assert {"old", "new"}.isdisjoint(batch.info) and sorted(batch.info["both"]) == [2.0] * 16 + [3.0] * 16
 
 
-def test_expired_groups_are_not_drawn(tmp_path):
-    maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
-    maker.make_experience_batch(rollout(maker))
-    publish(maker, 2)
-    (batch,) = maker.make_experience_batch(rollout(maker, version=2))
-    assert len(batch.sequences) == 16
-    assert maker.metrics()["replay/groups_expired"] == 4
-
-
-def test_expired_groups_do_not_count_when_whole_optimizer_steps_are_planned(tmp_path):
+def test_expired_groups_are_not_drawn_and_do_not_count_when_whole_optimizer_steps_are_planned(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     publish(maker, 1)
     maker.make_experience_batch([*rollout(maker, 3, version=0), *rollout(maker, 1, version=1)])
@@ -532,14 +436,6 @@ def test_expired_groups_do_not_count_when_whole_optimizer_steps_are_planned(tmp_
     assert len(batch.sequences) == 16
     metrics = maker.metrics()
     assert (metrics["replay/groups_expired"], metrics["replay/groups_sampled"]) == (3, 0)
-
-
-def test_a_last_rollout_that_is_too_short_for_a_replayed_group_gets_none(tmp_path):
-    maker = make_maker(tmp_path, replay__ratio=0.25, rollout__batch_size=8)
-    maker.make_experience_batch(rollout(maker, 8))
-    (batch,) = maker.make_experience_batch(rollout(maker, 2))  # half a group
-    assert len(batch.sequences) == 2 * NUM_SAMPLES
-    assert maker.metrics()["replay/samples_dropped"] == 0
 
 
 def test_all_available_groups_are_replayed_if_no_number_of_them_fills_whole_steps(tmp_path):
@@ -561,18 +457,6 @@ def test_ranks_that_share_a_sequence_count_as_one(tmp_path, ratio, ages):
     (batch,) = maker.make_experience_batch(rollout(maker, version=maker.policy_version))
     # Fresh and replayed samples take turns, because upstream does not shuffle them here.
     assert batch.staleness.amax(-1).tolist() == ages
-
-
-def test_all_ranks_get_the_same_number_of_samples_and_no_sample_is_lost_or_doubled(tmp_path):
-    maker = make_maker(tmp_path, replay__ratio=1, actor__num_gpus_per_node=2)
-    maker.make_experience_batch(rollout(maker))
-    maker.metrics()
-    batches = maker.make_experience_batch(rollout(maker, version=0))
-    assert [len(batch.sequences) for batch in batches] == [16, 16]
-    # Every other sample each: 1 and 3 tokens on rank 0, 2 and 4 on rank 1.
-    lengths = [sorted(batch.response_length.tolist()) for batch in batches]
-    assert lengths == [[1] * 8 + [3] * 8, [2] * 8 + [4] * 8]
-    assert maker.metrics()["replay/samples_dropped"] == 0
 
 
 @pytest.mark.parametrize(
@@ -600,22 +484,10 @@ def test_samples_of_a_short_rollout_that_fill_no_step_are_counted_as_dropped(
     assert [sample.sequences.numel() for sample in joined(batches)] == expected
 
 
-def test_groups_with_equal_rewards_are_skipped_and_counted(tmp_path):
-    maker = make_maker(tmp_path, replay__ratio=1)
-    samples = rollout(maker)
-    for sample in samples[:NUM_SAMPLES]:
-        sample.rewards = torch.tensor([1.0])
-    maker.make_experience_batch(samples)
-    metrics = maker.metrics()
-    assert (metrics["replay/groups_skipped"], metrics["replay/groups_added"]) == (1, 3)
-
-
 # ---- checkpoints ----
 
 
 def test_only_a_kl_loss_with_a_coefficient_makes_a_saved_pool_another(tmp_path):
-    from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
-
     def fingerprint(**flags) -> dict[str, str]:
         return _replay_fingerprint(make_maker(tmp_path, replay__ratio=1, **flags).args)
 
@@ -624,42 +496,28 @@ def test_only_a_kl_loss_with_a_coefficient_makes_a_saved_pool_another(tmp_path):
     assert fingerprint() != fingerprint(**kl_loss, algo__kl__init_coef=0.01)
 
 
-def test_the_pools_are_written_before_openrlhfs_checkpoint_and_removed_with_it(tmp_path):
-    from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, remove_pruned
-    from openrlhf_bapo.openrlhf.trainer import _save_pools_first
-
-    maker = make_maker(tmp_path, replay__ratio=0.5, ckpt__path=tmp_path / "ckpt")
+def test_pools_are_removed_with_their_checkpoint_and_without_deepspeeds_checkpoints_not_written(tmp_path):
+    maker, saved = make_maker(tmp_path, replay__ratio=0.5, ckpt__path=tmp_path / "ckpt"), tmp_path / "ckpt/_replay"
     maker.make_experience_batch(rollout(maker))
     publish(maker, 3)
-    actors = tmp_path / "ckpt/_actor"
-    written = []
-
-    def save_checkpoint(method_name: str, tag: str = "", **_) -> None:
-        if method_name == "save_checkpoint":
-            written.append((tag, (tmp_path / "ckpt/_replay" / tag / "pool.json").exists()))
-            (actors / tag).mkdir(parents=True)
-            (actors / "latest").write_text(tag)
-
-    trainer = Namespace(experience_maker=maker, args=maker.args, actor_model_group=Namespace())
-    trainer.actor_model_group.async_run_method = save_checkpoint
-    _save_pools_first(trainer)
-    trainer.actor_model_group.async_run_method("fit")
+    trainer, actors = Namespace(experience_maker=maker, args=maker.args), tmp_path / "ckpt/_actor"
     for tag in ("global_step2", "best_global_step4"):
-        trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag=tag, client_states={})
-    assert written == [("global_step2", True), ("best_global_step4", True)]
+        save_pools(trainer, tag)
+        (actors / tag).mkdir(parents=True)
+        (actors / "latest").write_text(tag)
     maker.args.ckpt.load_enable = True
     pool, state = load_saved_pool(maker.args)
     assert (len(pool), state["policy_version"]) == (len(maker.pool), 3)
 
     (actors / "global_step2").rmdir()  # as OpenRLHF prunes
-    (tmp_path / "ckpt/_replay/best_global_step4").rename(tmp_path / "ckpt/_replay/best_global_step4.old")
+    (saved / "best_global_step4").rename(saved / "best_global_step4.old")
     remove_pruned(maker.args)
-    assert [path.name for path in (tmp_path / "ckpt/_replay").iterdir()] == ["best_global_step4.old"]
+    assert [path.name for path in saved.iterdir()] == ["best_global_step4.old"]
     assert len(load_saved_pool(maker.args)[0]) == len(maker.pool)
 
     maker.args.ckpt.disable_ds = True
-    trainer.actor_model_group.async_run_method(method_name="save_checkpoint", tag="global_step9")
-    assert written[-1] == ("global_step9", False)
+    save_pools(trainer, "global_step9")
+    assert not (saved / "global_step9").exists()
 
 
 @pytest.mark.parametrize(("module", "name"), [("ppo_trainer", "PPOTrainer"), ("ppo_trainer_async", "TrainingActor")])
@@ -674,68 +532,63 @@ def test_pools_of_checkpoints_that_a_best_checkpoint_replaced_are_removed_at_onc
 
 @pytest.mark.parametrize("latest", ["global_step4", "best_global_step4"])
 def test_of_two_checkpoints_of_a_step_the_one_that_openrlhf_calls_latest_is_resumed(tmp_path, latest):
-    from openrlhf_bapo.flags.arguments import parse
-
     for tag in ("global_step4", "best_global_step4"):
         pipeline.make_checkpoint(tmp_path / "ckpt/_actor" / tag)
     (tmp_path / "ckpt/_actor/latest").write_text(latest)
     pipeline.make_model(tmp_path)
     argv = pipeline.flags(tmp_path, ckpt__path=tmp_path / "ckpt", ckpt__load_enable=True)
-    assert parse(argv).ckpt.resume_from == latest
+    assert pipeline.parse(argv).ckpt.resume_from == latest
 
 
 def test_a_run_resumes_the_newest_checkpoint_whose_saved_states_all_load_and_says_so(tmp_path, capsys):
-    from openrlhf_bapo.flags.arguments import parse
-    from openrlhf_bapo.openrlhf.replay_checkpoint import load_saved_pool, save_pools, use_checkpoint
-
-    path = tmp_path / "ckpt"
+    path, groups = tmp_path / "ckpt", ("_actor", "_critic")
     flags = dict(replay__ratio=1, ckpt__path=path, algo__advantage__estimator="gae")
+    argv = [*pipeline.flags(tmp_path, **flags), "--ckpt.load_enable"]
     maker = make_maker(tmp_path, **flags)
+    trainer = Namespace(experience_maker=maker, args=maker.args)
+
+    def save(step: int) -> None:
+        for group in groups:
+            pipeline.make_checkpoint(path / group / f"global_step{step}")
+            (path / group / "latest").write_text(f"global_step{step}")
+
+    def resumed() -> tuple[int, list[str]]:
+        args = pipeline.parse(argv)
+        use_checkpoint(Namespace(**{"ckpt.resume_from": args.ckpt.resume_from, "ckpt.path": args.ckpt.path}))
+        step = load_saved_pool(args)[1]["policy_version"]
+        assert [args.ckpt.resume_from, *((path / group / "latest").read_text() for group in groups)] == (
+            [f"global_step{step}"] * 3
+        )
+        return step, capsys.readouterr().err.splitlines()
+
     for step in (2, 4, 6, 10):
         publish(maker, step)
-        save_pools(Namespace(experience_maker=maker, args=maker.args), f"global_step{step}")
-        for group in ("_actor", "_critic"):
-            pipeline.make_checkpoint(path / group / f"global_step{step}")
-            (path / group / "latest").write_text("global_step10")
-    argv = [*pipeline.flags(tmp_path, **flags), "--ckpt.load_enable"]
-
-    def resumed() -> tuple[str | None, str]:
-        args = parse(argv)
-        flat = Namespace(**{"ckpt.resume_from": args.ckpt.resume_from, "ckpt.path": args.ckpt.path})
-        use_checkpoint(flat)
-        assert {(path / group / "latest").read_text() for group in ("_actor", "_critic")} == {args.ckpt.resume_from}
-        assert load_saved_pool(args)[1]["policy_version"] == int(args.ckpt.resume_from.removeprefix("global_step"))
-        return args.ckpt.resume_from, capsys.readouterr().err
-
-    assert resumed() == ("global_step10", "")
+        save_pools(trainer, f"global_step{step}")
+        save(step)
+    assert resumed() == (10, [])
     # A critic that had not got as far, then a pool that is missing, then one that is damaged.
     (path / "_critic/latest").write_text("global_step6")
-    assert resumed() == ("global_step6", "")
+    assert resumed() == (6, [])
     shutil.rmtree(path / "_replay/global_step6")
-    tag, (line,) = "global_step4", (said := resumed())[1].splitlines()
-    assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
+    missing = f"because {path}/_replay/global_step6/pool.json is missing"
+    step, (line,) = resumed()
+    assert step == 4 and f"resumes global_step4, {missing}" in line
     (path / "_replay/global_step4/groups.safetensors").write_text("")
-    tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
-    assert said[0] == tag and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
-    for group in ("_actor", "_critic"):  # the pools of 4 and 6 cannot be used, and the line is about that of 6
-        for step in (4, 6):
-            pipeline.make_checkpoint(path / group / f"global_step{step}")
-        (path / group / "latest").write_text("global_step6")
-    tag, (line,) = "global_step2", (said := resumed())[1].splitlines()
-    assert said[0] == tag and f"resumes {tag}, because {path}/_replay/global_step6/pool.json is missing" in line
+    step, (line,) = resumed()
+    assert step == 2 and f"{path}/_replay/global_step4/groups.safetensors is damaged" in line
+    for step in (4, 6):  # their pools cannot be used, and the line is about that of 6
+        save(step)
+    step, (line,) = resumed()
+    assert step == 2 and f"resumes global_step2, {missing}" in line
     # The pool of step 4 is whole again, but its critic is missing. The resume has removed what was newer.
-    save_pools(Namespace(experience_maker=maker, args=maker.args), "global_step4")
+    save_pools(trainer, "global_step4")
     shutil.rmtree(path / "_critic/global_step4")
-    for group in ("_actor", "_critic"):
-        pipeline.make_checkpoint(path / group / "global_step6")
-        (path / group / "latest").write_text("global_step6")
-    assert resumed()[0] == "global_step2"
+    save(6)
+    assert resumed()[0] == 2
     shutil.rmtree(path / "_replay")
-    with pytest.raises(SystemExit) as exit_:
-        parse(argv)
-    assert exit_.value.code == 2 and "_replay/global_step2" in capsys.readouterr().err
-    assert parse([*argv, "--replay.discard_saved"]).ckpt.resume_from == "global_step2"
-    assert parse(pipeline.flags(tmp_path, **flags)).ckpt.resume_from is None
+    assert "_replay/global_step2" in pipeline.refusal(argv, capsys)
+    assert pipeline.parse([*argv, "--replay.discard_saved"]).ckpt.resume_from == "global_step2"
+    assert pipeline.parse(pipeline.flags(tmp_path, **flags)).ckpt.resume_from is None
 
 
 ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
@@ -760,15 +613,11 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(tmp_path, estimato
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_other_groups_keep_upstreams_advantages_to_the_bit(tmp_path, monkeypatch, estimator):
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-
     rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)).tolist()
     rewards[4:8] = [0.5] * 4  # a mean without rounding
     ours = make_maker(tmp_path, algo__advantage__estimator=estimator)
     found = advantages_of(ours, rewards)
     assert ours.metrics()["rollout/equal_reward_groups"] == (0 if estimator == "flash_reinforce" else 1)
     theirs = make_maker(tmp_path, algo__advantage__estimator=estimator)
-    monkeypatch.setattr(
-        type(theirs), "compute_advantages_and_returns", RemoteExperienceMaker.compute_advantages_and_returns
-    )
+    monkeypatch.setattr(type(theirs), "compute_advantages_and_returns", Upstream.compute_advantages_and_returns)
     assert found == advantages_of(theirs, rewards)

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -48,11 +47,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
         return min((version for r in self.groups[prompt] for version, _ in r["tokens"]), default=math.inf)
 
     def is_complete(self, prompt) -> bool:
-        return all(response["complete"] for response in self.groups[prompt])
+        return all(response["outcome"] for response in self.groups[prompt])
 
     def at_last_segment(self, response) -> bool:
         num_segments = len({segment for _, segment in response["tokens"]})
-        return 0 < self.config.max_segments <= num_segments and not response["complete"]
+        return 0 < self.config.max_segments <= num_segments and not response["outcome"]
 
     def leave(self, prompts, counter):
         for prompt in prompts:
@@ -70,13 +69,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
             lengths = Counter(segment for _, segment in expected["tokens"])
             assert response.segments == [lengths[segment] for segment in sorted(lengths)]
             assert response.num_tokens == len(expected["tokens"])
-            assert (response.outcome is not None) == expected["complete"]
+            assert response.outcome == expected["outcome"]
+        assert (group.label, group.prompt_tokens) == ({"answer": group.prompt}, [7, group.prompt])
 
     @rule(num_samples=st.integers(1, 3))
     def start(self, num_samples):
         group = self.pool.start(self.num_started, {"answer": self.num_started}, num_samples)
         assert group in self.pool.unfinished
-        self.groups[self.num_started] = [{"tokens": [], "complete": False} for _ in range(num_samples)]
+        group.prompt_tokens = [7, self.num_started]
+        self.groups[self.num_started] = [{"tokens": [], "outcome": None} for _ in range(num_samples)]
         self.num_started += 1
         self.counts["started"] += 1
 
@@ -86,7 +87,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.num_rollouts += 1
         for group in self.pool.unfinished:
             for response, expected in zip(group.responses, self.groups[group.prompt], strict=True):
-                if expected["complete"]:
+                if expected["outcome"]:
                     continue
                 num_new = data.draw(st.integers(0, self.config.token_budget))
                 changed_after = data.draw(st.integers(0, 20))
@@ -95,9 +96,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
                 total = range(len(expected["tokens"]), len(expected["tokens"]) + num_new)
                 self.counts["resumed"] += num_new > 0 and len(expected["tokens"]) > 0
                 expected["tokens"] += [(version, self.num_rollouts) for version in versions]
-                expected["complete"] = ends
-                outcome = {"reward": 0.5, "truncated": False} if ends else None
-                self.pool.grow(response, list(total), [-float(n) for n in total], versions, outcome)
+                expected["outcome"] = {"reward": num_new / 4, "truncated": False} if ends else None
+                self.pool.grow(response, list(total), [-float(n) for n in total], versions, expected["outcome"])
         self.version += any(
             version > self.version for r in self.groups.values() for s in r for version, _ in s["tokens"]
         )
@@ -109,7 +109,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             place = data.draw(st.integers(0, len(group.responses) - 1))
             self.pool.restart(group.responses[place])
             self.counts["tokens_wasted"] += len(self.groups[group.prompt][place]["tokens"])
-            self.groups[group.prompt][place] = {"tokens": [], "complete": False}
+            self.groups[group.prompt][place] = {"tokens": [], "outcome": None}
 
     @rule(published=st.integers(0, 3))
     def expire(self, published):
@@ -128,7 +128,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             found = [
                 (prompt, i)
                 for i, response in enumerate(self.groups[prompt])
-                if not response["complete"] and (last_chance or self.at_last_segment(response))
+                if not response["outcome"] and (last_chance or self.at_last_segment(response))
             ]
             if all(self.groups[prompt][i]["tokens"] for _, i in found):
                 expected += found
@@ -137,7 +137,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         found = self.pool.overdue(self.version if before_taking else None)
         assert sorted((group.prompt, group.responses.index(response)) for group, response in found) == expected
         for prompt, i in expected:
-            self.groups[prompt][i]["complete"] = True
+            self.groups[prompt][i]["outcome"] = {"reward": 0.0, "truncated": True}
         for _, response in found:
             self.pool.grow(response, [], [], [], {"reward": 0.0, "truncated": True})
         self.counts["finished"] += len(expected)
@@ -147,9 +147,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.expire(0)
         complete = sorted(filter(self.is_complete, self.groups), key=lambda prompt: (self.oldest(prompt), prompt))
         taken = self.pool.take(num_groups)
-        assert [group.prompt for group in taken] == complete[:num_groups]
+        assert [group.prompt for group in taken] == complete[:num_groups]  # the oldest first
         for group in taken:
-            assert group.label == {"answer": group.prompt}
             assert self.version - group.oldest_version <= self.config.max_staleness
             assert group.num_tokens == sum(len(response["tokens"]) for response in self.groups[group.prompt])
             self.check_content(group)
@@ -163,11 +162,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.leave([group.prompt], reason)
         self.pool.drop(group, reason)
 
-    @rule()
-    def save_and_load(self):
-        self.pool.save(self.directory / "pool", self.version, FINGERPRINT)
-        self.pool, version = PartialPool.load(self.directory / "pool", self.config, FINGERPRINT)
-        assert version == self.version
+    @rule(shift=st.integers(-3, 3), exhausted=st.booleans())
+    def save_load_and_shift_versions(self, shift, exhausted):
+        self.pool.exhausted = exhausted
+        self.pool.save(self.directory / "pool", {"version": self.version}, FINGERPRINT)
+        assert {file.name for file in (self.directory / "pool").iterdir()} == {"groups.safetensors", "pool.json"}
+        self.pool, state = PartialPool.load(self.directory / "pool", self.config, FINGERPRINT)
+        assert (state, self.pool.exhausted) == ({"version": self.version}, exhausted)
+        self.pool.shift_versions(shift)
+        self.version += shift
+        for response in (response for group in self.groups.values() for response in group):
+            response["tokens"] = [(version + shift, segment) for version, segment in response["tokens"]]
         for group in self.pool.unfinished + self.pool.complete:
             self.check_content(group)
 
@@ -175,7 +180,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_and_nothing_is_there_twice(self):
         held = [group.prompt for group in self.pool.unfinished + self.pool.complete]
-        assert sorted(held) == sorted(self.groups) and len(self.pool) == len(held)
+        in_order = sorted(self.groups, key=lambda prompt: (self.is_complete(prompt), self.oldest(prompt), prompt))
+        assert held == in_order and len(self.pool) == len(held)
         metrics = self.pool.metrics()
         for name in ("started", "taken", "resumed", "finished", "tokens_wasted"):
             assert metrics[f"partial/{name}"] == self.counts[name], name
@@ -200,47 +206,6 @@ TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
-def pool_of_two(config=None) -> PartialPool:
-    """Make a pool of a complete group and an unfinished one that has a response with two versions."""
-    pool = PartialPool(config or PartialConfig(token_budget=2))
-    for prompt in ("a", "b"):
-        group = pool.start(prompt, None, 2)
-        group.prompt_tokens = [7, 8]
-        for response in group.responses:
-            pool.grow(response, [1, 2], [-0.5, -1.5], [3, 3], {"reward": 1.0} if prompt == "a" else None)
-    pool.grow(pool.unfinished[0].responses[0], [4], [-2.5], [5])
-    return pool
-
-
-def test_the_docstrings_example_is_finished_with_two_segments_or_dropped_as_stale():
-    for on_stale, is_taken in (("finish", True), ("drop", False)):
-        pool = PartialPool(PartialConfig(token_budget=100, max_staleness=1, on_stale=on_stale))
-        (response,) = pool.start("p", "l", 1).responses
-        for version in (3, 4):
-            pool.expire(version)
-            pool.grow(response, list(range(100)), [0.0] * 100, [version] * 100)
-            assert pool.unfinished[0].responses == [response]
-            overdue = pool.overdue(version)
-            assert len(overdue) == (is_taken and version == 4)
-        for _, late in overdue:
-            pool.grow(late, [], [], [], {"truncated": True})
-        assert (response.num_tokens, response.segments) == (200, [100, 100])
-        assert len(pool.take(1)) == is_taken
-        pool.expire(5)
-        assert pool.metrics()["partial/dropped_stale"] == (not is_taken) and len(pool) == 0
-
-
-def test_the_group_with_the_oldest_token_comes_first_whatever_the_order_of_the_starts():
-    pool = PartialPool(PartialConfig(token_budget=2))
-    groups = [pool.start(prompt, None, 1) for prompt in "abcd"]
-    for group, version in zip(groups, (5, 3, 4, 3), strict=True):
-        pool.grow(group.responses[0], [1], [-1.0], [version])
-    assert [group.prompt for group in pool.unfinished] == ["b", "d", "c", "a"]
-    for group in groups:
-        pool.grow(group.responses[0], [], [], [], {"reward": 1.0})
-    assert [group.prompt for group in pool.take(3)] == ["b", "d", "c"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -259,42 +224,21 @@ def test_invalid_settings_are_refused_with_field_value_and_range(settings, messa
     assert str(refused.value) == message
 
 
-def test_shift_versions_changes_the_version_of_every_token():
-    pool = pool_of_two()
-    pool.shift_versions(-4)
-    complete, unfinished = pool.complete + pool.unfinished
-    assert [response.versions.tolist() for response in complete.responses] == [[-1, -1]] * 2
-    assert [response.versions.tolist() for response in unfinished.responses] == [[-1, -1, 1], [-1, -1]]
-    assert unfinished.oldest_version == -1
-
-
-def test_a_loaded_pool_equals_the_saved_one_and_its_files_hold_only_data(tmp_path):
-    pool = pool_of_two()
-    pool.save(tmp_path / "pool", {"policy_version": 5}, FINGERPRINT)
-    loaded, state = PartialPool.load(tmp_path / "pool", pool.config, FINGERPRINT)
-    assert state == {"policy_version": 5}
-    assert {file.name for file in (tmp_path / "pool").iterdir()} == {"groups.safetensors", "pool.json"}
-    for ours, theirs in zip(loaded.complete + loaded.unfinished, pool.complete + pool.unfinished, strict=True):
-        assert (ours.key, ours.prompt, ours.label) == (theirs.key, theirs.prompt, theirs.label)
-        assert ours.prompt_tokens == theirs.prompt_tokens == [7, 8]
-        for mine, other in zip(ours.responses, theirs.responses, strict=True):
-            assert (mine.segments, mine.outcome) == (other.segments, other.outcome)
-            for name in ("tokens", "behavior_log_probs", "versions"):
-                loaded_tensor, tensor = getattr(mine, name), getattr(other, name)
-                assert loaded_tensor.dtype == tensor.dtype and torch.equal(loaded_tensor, tensor)
-    assert loaded.start("c", None, 1).key == 2
-    assert loaded.metrics() | {"partial/started": 2} == pool.metrics() | {"partial/in_flight": 2}
+def save(path) -> None:
+    pool = PartialPool(PartialConfig())
+    pool.grow(pool.start("a", None, 1).responses[0], [1, 2], [-0.5, -1.5], [3, 3])
+    pool.save(path, None, FINGERPRINT)
 
 
 def test_a_saved_pool_keeps_the_names_of_its_columns(tmp_path):
-    pool_of_two().save(tmp_path / "pool", None, FINGERPRINT)
+    save(tmp_path / "pool")
     names = {"tokens:int32", "log_probs:float32", "versions:int32"}
     columns = load_file(tmp_path / "pool" / "groups.safetensors")
     assert columns.keys() == {f"{kind}/{name}" for kind in ("values", "lengths") for name in names}
 
 
 def test_a_pool_of_another_format_is_refused_with_the_flag_that_starts_without_it(tmp_path):
-    pool_of_two().save(tmp_path / "pool", None, FINGERPRINT)
+    save(tmp_path / "pool")
     (tmp_path / "pool" / "pool.json").write_text("[]")
     with pytest.raises(SavedStateError, match=r"format version None.* reads 1; .*--partial.discard_saved to start"):
         PartialPool.load(tmp_path / "pool", PartialConfig(), FINGERPRINT)

@@ -7,11 +7,13 @@ from argparse import Namespace
 
 import pipeline
 import pytest
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, without_ray  # noqa: F401
 
 from openrlhf_bapo.openrlhf.trainer import _restore_num_prompts_async
+from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
 NUM_PROMPTS = 50
 
@@ -24,8 +26,6 @@ def loader(tmp_path_factory):
         file.writelines(json.dumps({"input": str(n), "label": ""}) + "\n" for n in range(NUM_PROMPTS))
 
     def make(seed: int):
-        from openrlhf.trainer import ppo_trainer
-
         args = pipeline.parse(pipeline.flags(directory, train__seed=seed, data__max_samples=NUM_PROMPTS))
         strategy = get_strategy(args)
         tokenizer = get_tokenizer(str(directory / "model"), None, "left", strategy)
@@ -120,8 +120,6 @@ def test_a_response_keeps_its_number_and_so_its_seeds_when_others_of_its_group_a
 
 
 def test_every_call_of_every_response_has_its_own_seed_which_is_always_the_same():
-    from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
-
     seeds = []
 
     class Engine:
@@ -153,8 +151,6 @@ def codes_around(method) -> set:
 
 
 def test_a_resumed_async_run_continues_the_numbers_of_its_prompts():
-    from openrlhf.trainer import ppo_trainer_async
-
     numbers = []
 
     class Generator(Namespace):

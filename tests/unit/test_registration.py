@@ -9,6 +9,8 @@ import sys
 import pipeline
 import pytest
 import torch
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+from openrlhf.utils.utils import get_strategy
 
 from openrlhf_bapo.openrlhf import workarounds
 from openrlhf_bapo.openrlhf.registration import HEAVY, SEAMS, in_place_of
@@ -80,8 +82,6 @@ assert gc.get_threshold() == before
 
 @pytest.mark.parametrize(("stage", "is_counting"), [(0, True), (1, False), (2, False), (3, True)])
 def test_deepspeed_stops_counting_micro_batches_only_where_it_would_lose_their_gradients(tmp_path, stage, is_counting):
-    from openrlhf.utils.utils import get_strategy
-
     args = pipeline.parse(
         pipeline.flags(pipeline.make_model(tmp_path), ds__zero_stage=stage, train__dynamic_batch_enable=True)
     )
@@ -113,8 +113,6 @@ def test_an_engine_samples_without_flashinfer_where_it_is_not_installed(given, u
 def test_torchs_adamw_trains_on_a_gpu_where_deepspeeds_cannot_be_compiled(
     tmp_path, monkeypatch, capsys, offload, has_line
 ):
-    from openrlhf.utils.utils import get_strategy
-
     args = pipeline.parse(pipeline.flags(pipeline.make_model(tmp_path), ds__adam_offload=offload))
     strategy = get_strategy(args)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -132,8 +130,6 @@ def test_only_adamw_is_replaced_by_torchs():
 
 
 def test_deepspeed_compiles_its_adamw_where_the_environment_asks_for_an_architecture_with_a_letter(monkeypatch):
-    from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
-
     flags = []
 
     def load(self, verbose):

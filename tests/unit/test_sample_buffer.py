@@ -6,7 +6,7 @@ from dataclasses import fields
 import pipeline
 import pytest
 import torch
-from test_partial_samples import GENERATE, NUM_SAMPLES, directory, labels, make_generator, without_ray  # noqa: F401
+from test_partial_samples import GENERATE, NUM_SAMPLES, SIZES, directory, labels, make_generator, without_ray  # noqa: F401
 
 from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer, save_pools
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
@@ -71,9 +71,7 @@ def resume(directory, tmp_path):  # noqa: F811
     (tmp_path / "ckpt/_actor/latest").write_text("global_step1")
     state = {"policy_version": 9, "steps_by_version": [0] * 10, "version_offset": 7}
     samples.buffer.save(tmp_path / "ckpt/_buffer/global_step1", state, _groups_fingerprint(generator.args))
-    sizes = dict(rollout__batch_size=4, rollout__n_samples_per_prompt=NUM_SAMPLES, rollout__micro_batch_size=6)
-    sizes |= dict(train__batch_size=6, train__micro_batch_size=6, policy_loss="bapo")
-    return pipeline.flags(directory, ckpt__load_enable=True, ckpt__path=tmp_path / "ckpt", **sizes)
+    return pipeline.flags(directory, ckpt__load_enable=True, ckpt__path=tmp_path / "ckpt", **SIZES)
 
 
 def test_the_versions_of_samples_that_wait_are_shifted_to_the_resumed_engines_count(resume):
@@ -130,18 +128,12 @@ def test_an_episode_goes_on_after_the_end_of_its_data_while_its_samples_wait(res
 
 
 def test_a_resume_that_would_lose_samples_that_wait_is_refused_in_one_line(resume, capsys, tmp_path):
-    def refusal(*flags: str) -> str:
-        with pytest.raises(SystemExit) as exit_:
-            pipeline.parse([*resume, *flags])
-        assert exit_.value.code == 2
-        return capsys.readouterr().err.strip().splitlines()[-1]
-
     for flags in (["--partial.token_budget", "5"], ["--offpolicy.lag", "2"]):
-        message = refusal(*flags)
-        assert f"holds 18 samples that were not trained on; resume without {flags[0]}, or pass" in message
+        message = f"holds 18 samples that were not trained on; resume without {flags[0]}, or pass"
+        assert message in pipeline.refusal([*resume, *flags], capsys)
         pipeline.parse([*resume, *flags, "--partial.discard_saved"])
-    message = refusal("--rollout.n_samples_per_prompt", "6")
-    assert "--rollout.n_samples_per_prompt '3', but this run has --rollout.n_samples_per_prompt '6'" in message
-    pipeline.parse([*resume, "--rollout.n_samples_per_prompt", "6", "--partial.discard_saved"])
+    six = ["--rollout.n_samples_per_prompt", "6"]
+    assert f"{six[0]} '3', but this run has {six[0]} '6'" in pipeline.refusal([*resume, *six], capsys)
+    pipeline.parse([*resume, *six, "--partial.discard_saved"])
     (tmp_path / "ckpt/_buffer/global_step1/groups.safetensors").write_bytes(b"")
-    assert "groups.safetensors is damaged" in refusal()
+    assert "groups.safetensors is damaged" in pipeline.refusal(resume, capsys)

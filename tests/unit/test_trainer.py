@@ -13,13 +13,15 @@ from pathlib import Path
 import pipeline
 import pytest
 import torch
+from openrlhf.trainer import ppo_trainer
 from openrlhf.utils import get_strategy
 from test_experience_maker import recomputed
 from test_experience_maker import without_ray as _experience_without_ray  # noqa: F401
-from test_partial_samples import NUM_SAMPLES, ScriptedEngine, without_ray  # noqa: F401
+from test_partial_samples import NUM_SAMPLES, SIZES, ScriptedEngine, without_ray  # noqa: F401
 from transformers import AutoTokenizer
 
 from openrlhf_bapo.cli.plot import read_scalars
+from openrlhf_bapo.openrlhf import job_store
 
 NUM_PROMPTS, NUM_EPISODES = 12, 2
 TIMINGS = {"timing/bapo_ratio_forward": 1000.0, "timing/bapo_search": 500.0}
@@ -47,10 +49,6 @@ def directory(tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_ray_or_signals(monkeypatch):
-    from openrlhf.trainer import ppo_trainer
-
-    from openrlhf_bapo.openrlhf import job_store
-
     monkeypatch.setattr(job_store, "get", lambda key: None)
     monkeypatch.setattr(job_store, "put", lambda key, value=b"": None)
     monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))
@@ -62,6 +60,8 @@ class Killed(BaseException):
 
 class Actors:
     """Stands for RayActorGroup. Its actors do not train, but save and load the states of checkpoints like OpenRLHF's.
+
+    Our pools must be written before a checkpoint: a run that is killed in between must not resume without them.
 
     `steps` has the prompt numbers of the samples of each training step. `before_step` is called with the number of
     steps of this run so far.
@@ -90,6 +90,7 @@ class Actors:
         return []
 
     def save_checkpoint(self, tag: str, client_states: dict, **_) -> list:
+        assert all((kind / tag / "pool.json").exists() for kind in self.folder.parent.glob("_[bpr]*"))
         torch.save(client_states, pipeline.make_checkpoint(self.folder / tag) / "client_states.pt")
         (self.folder / "latest").write_text(tag)
         return []
@@ -100,19 +101,7 @@ class Actors:
 
 def make_trainer(directory, before_step=lambda _: None, **flags):
     """Make OpenRLHF's trainer with 4 prompts of 3 samples per step. The responses have 1 to 10 tokens."""
-    from openrlhf.trainer import ppo_trainer
-
-    settings = dict(
-        policy_loss="bapo",
-        rollout__batch_size=4,
-        rollout__n_samples_per_prompt=NUM_SAMPLES,
-        rollout__micro_batch_size=6,
-        rollout__max_new_tokens=16,
-        train__batch_size=6,
-        train__micro_batch_size=1,
-        train__num_episodes=NUM_EPISODES,
-        logger__tensorboard_dir=None,
-    )
+    settings = SIZES | dict(train__num_episodes=NUM_EPISODES, logger__tensorboard_dir=None)
     args = pipeline.parse(pipeline.flags(directory, **settings | flags))
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     lengths = {tuple(tokenizer(f"{n:03}=")["input_ids"]): 1 + n % 10 for n in range(NUM_PROMPTS)}
