@@ -3,6 +3,7 @@
 tests/full/test_trl_async_run.py has a run with a vLLM server.
 """
 
+import functools
 import inspect
 import os
 import queue
@@ -48,15 +49,17 @@ def on_cpu(monkeypatch):
 
 
 def make_samples(directory) -> list[RolloutSample]:
+    return [replace(sample) for sample in _make_samples(directory)]
+
+
+@functools.cache
+def _make_samples(directory) -> list[RolloutSample]:
     """Samples of five steps, in groups of four, of a policy near the first one.
 
     The first two of a group begin alike, and every fifth token is not trained on.
     """
-    rng, model = (
-        np.random.default_rng(0),
-        AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
-    )
-    samples = []
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    rng, samples = np.random.default_rng(0), []
     for i in range((NUM_STEPS + 1) * SIZE):
         prompt = np.random.default_rng(1000 + i // 4).integers(3, 16, 3)
         shared = np.random.default_rng(2000 + i // 4).integers(3, 16, 2)
