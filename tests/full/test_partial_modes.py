@@ -107,23 +107,6 @@ def test_a_run_killed_at_a_random_step_finishes_stale_responses_and_trains_on_ev
     partial.assert_a_killed_run_loses_nothing(directory, partial.FINISH)
 
 
-def test_in_async_training_every_prompt_is_trained_on_once_against_the_weights_that_generated_it(directory):
-    recorder = recordings.environment(directory / "recording")
-    flags = partial.flags(directory, partial__oversample=2, **partial.ASYNC)
-    steps = pipeline.steps(pipeline.train(directory, flags, "async", **recorder))
-    assert len(steps) == 6
-    batch = recordings.trained_on(directory / "recording")
-    counted = partial.prompts_trained(batch)
-    assert len(counted) == partial.NUM_PROMPTS and set(counted.values()) == {partial.NUM_SAMPLES}
-    for name in ("started", "taken"):
-        assert sum(step[f"partial/{name}"] for step in steps) == partial.NUM_PROMPTS
-    policies = recordings.Policies(directory / "model", directory / "recording")
-    partial.assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
-    assert max(partial.num_versions(batch)) >= 2
-    # As old as --partial.max_staleness allows at hand-over, and the queue after it.
-    assert max(step["offpolicy/staleness_max"] for step in steps) >= 2
-
-
 def test_with_pausing_and_replay_a_response_is_generated_across_updates_and_rollouts(directory):
     recorder = recordings.environment(directory / "recording") | {"RECORDING_MIXED": "1"}
     flags = dict(train__partial_rollout_enable=True, replay__ratio=1, replay__max_staleness=4, replay__max_reuse=1)

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import endings
 import nodes
@@ -88,12 +87,8 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
 
     def end_after(step: int, name: str, copy: str) -> None:
         """Copy the checkpoints of a machine that dies after a step."""
-        shutil.copytree(
-            directory / name / "_actor" / f"global_step{step}", directory / copy / f"_actor/global_step{step}"
-        )
-        shutil.copytree(
-            directory / name / f"_replay/global_step{step}", directory / copy / f"_replay/global_step{step}"
-        )
+        for part in (f"_actor/global_step{step}", f"_replay/global_step{step}"):
+            shutil.copytree(directory / name / part, directory / copy / part)
         (directory / copy / "_actor/latest").write_text(f"global_step{step}")
 
     def on_one(name: str, *more: str) -> list[dict[str, float]]:
@@ -105,7 +100,8 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
     end_after(2, "one", "two")
     (torn,) = (directory / "two/_actor/global_step2").glob("*zero_pp_rank_1_*_optim_states.pt")
     torn.unlink()  # as if its node could not write it
-    output = cluster.train(head, directory, flags("two", "--ckpt.load_enable", actor__num_nodes=2), "two")
+    code, output = cluster.run(head, directory, flags("two", "--ckpt.load_enable", actor__num_nodes=2), "two")
+    assert code == 0, output[-5000:]
     assert f"--ckpt.load_enable resumes global_step1, because {torn.parent} lacks " in output
     assert are_on_two_nodes("PolicyModelActor", output) and are_on_two_nodes("RolloutRayActor", output)
     end_after(3, "two", "again")
@@ -117,46 +113,43 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
             assert step == expected
 
 
-def test_async_responses_of_a_third_nodes_engine_are_trained_on_once_against_their_own_weights(
-    two_nodes, recording, tmp_path
+def test_a_recipe_submitted_from_outside_trains_on_two_nodes_on_responses_of_a_third_once_against_their_own_weights(
+    two_nodes,
+    recording,
+    tiny,  # noqa: F811
+    tmp_path,
 ):
-    cluster, head = two_nodes
+    cluster, _ = two_nodes
     directory = partial.make_model(tmp_path)
-    empty(recording)
-    flags = partial.flags(directory, partial__oversample=2, actor__num_nodes=2, **partial.ASYNC)
+    shutil.copytree(tiny / "model", directory / "model", dirs_exist_ok=True)  # which has a chat template
+    for file in recording.iterdir():  # of earlier runs
+        file.unlink()
+    sizes = dict(rollout__vllm_generate_batch_size=16, rollout__temperature=1, train__max_tokens_per_gpu=2048)
+    own_folders = dict(ckpt__path=None, ckpt__output_dir=None, logger__tensorboard_dir=None)
+    flags = partial.flags(
+        directory,
+        partial__oversample=2,
+        actor__num_nodes=2,
+        ds__zero_stage=2,  # whose weights are recorded
+        ds__param_dtype="fp32",
+        **partial.ASYNC | sizes | own_folders,
+    )
     with cluster.joined():
-        output = cluster.train(head, directory, flags, "async")
-    assert are_on_two_nodes("PolicyModelActor", output)
-    steps, batch = pipeline.steps(output), recordings.trained_on(recording)
+        # The command starts cold where the job runs.
+        steps = run_tiny(
+            "async_partial", directory, "submitted", *flags, tree=pipeline.REPOSITORY, SUBMIT=cluster.jobs_url
+        )
+    (log,) = (directory / "submitted").glob("train-*.log")
+    assert cluster.jobs_url in log.read_text().splitlines()[0]
+    assert are_on_two_nodes("PolicyModelActor", log.read_text())
+    batch = recordings.trained_on(recording)
     assert len(steps) == 6
     counted = partial.prompts_trained(batch)
     assert len(counted) == partial.NUM_PROMPTS and set(counted.values()) == {partial.NUM_SAMPLES}
+    for name in ("started", "taken"):
+        assert sum(step[f"partial/{name}"] for step in steps) == partial.NUM_PROMPTS
     policies = recordings.Policies(directory / "model", recording)
     partial.assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines=True)
     assert max(partial.num_versions(batch)) >= 2
-
-
-def test_a_recipe_that_is_submitted_from_outside_the_cluster_trains_on_both_of_its_nodes(
-    two_nodes,
-    tiny,  # noqa: F811
-):
-    cluster, _ = two_nodes
-    steps = run_tiny(
-        "async_partial",
-        tiny,
-        "submitted",
-        *("--vllm.sync_backend", "gloo", "--vllm.enforce_eager", "--data.max_samples", "16"),
-        tree=pipeline.REPOSITORY,  # whose command starts where the job runs
-        REWARD=tiny / "reward.py",
-        SUBMIT=cluster.jobs_url,
-    )
-    assert [step["rollout/num_samples"] for step in steps] == [32, 32]
-    (log,) = (tiny / "submitted").glob("train-*.log")
-    assert cluster.jobs_url in log.read_text().splitlines()[0]
-    assert are_on_two_nodes("(?:PolicyModelActor|RolloutRayActor)", log.read_text())
-
-
-def empty(folder: Path) -> None:
-    """Remove what earlier runs have recorded."""
-    for file in folder.iterdir():
-        file.unlink()
+    # As old as --partial.max_staleness allows at hand-over, and the queue after it.
+    assert max(step["offpolicy/staleness_max"] for step in steps) >= 2

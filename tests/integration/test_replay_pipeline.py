@@ -26,8 +26,9 @@ def test_the_flags_set_the_pools_settings(tmp_path):
 
 def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights_that_generated_them(directory):
     recorder = recordings.environment(directory / "recording")
-    steps = pipeline.steps(pipeline.train(directory, replay.flags(directory, **replay.ASYNC), "async", **recorder))
-    assert len(steps) == 10
+    flags = replay.flags(directory, **replay.ASYNC | dict(data__max_samples=96))
+    steps = pipeline.steps(pipeline.train(directory, flags, "async", **recorder))
+    assert len(steps) == 6
     assert all(step["offpolicy/mixed_versions"] == 0 for step in steps)
     batch = recordings.trained_on(directory / "recording")
     policies = recordings.Policies(directory / "model", directory / "recording")
@@ -35,7 +36,7 @@ def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights
     counted = recordings.steps_by_version(batch, num_first=2)
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, counted)
     # More samples are stale than were replayed, because fresh ones are generated while the batch before is trained on.
-    num_stale = batch["version"][batch["staleness"].amax(-1) > 0].bincount(minlength=10).tolist()
+    num_stale = batch["version"][batch["staleness"].amax(-1) > 0].bincount(minlength=6).tolist()
     assert any(stale > 4 * step["replay/groups_sampled"] for stale, step in zip(num_stale, steps, strict=True))
 
 

@@ -30,12 +30,16 @@ WARM = [sys.executable, str(pipeline.SUPPORT / "warm_start.py")]
 
 
 class Run:
-    """A run as the recipes start it. All its processes are ended at the end of the test."""
+    """A run as the recipes start it. All its processes are ended at the end of the test.
 
-    def __init__(self, directory: Path, python=WARM, **changes) -> None:
+    They descend from the test's process, because that of `pipeline.warm_python` does.
+    """
+
+    def __init__(self, directory: Path, python: str | None = None, **changes) -> None:
         self.directory, self.terminal = directory, directory / "terminal"
         given = dict(policy_loss="bapo", data__max_samples=64, train__num_episodes=100, ckpt__path=directory / "ckpt")
-        train = [*python, "-m", "openrlhf_bapo.cli.main", "train"]
+        train = [python or pipeline.warm_python(), "-m", "openrlhf_bapo.cli.main", "train"]
+        self._others = set(psutil.Process().children(recursive=True))
         train += pipeline.flags(directory, **given | changes)
         script = 'set -euo pipefail; source scripts/follow.sh; follow "$@"'
         self.command = ["bash", "-c", script, "run", str(directory / "train.log"), "1", *train]
@@ -55,7 +59,7 @@ class Run:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Return the processes of the run whose title starts with `name`."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        children = set(psutil.Process().children(recursive=True)) - self._others
         return [child for child in children if is_left(child) and child.cmdline()[0].startswith(name)]
 
     def end(self) -> tuple[int, list[str]]:

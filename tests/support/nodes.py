@@ -158,12 +158,6 @@ class Cluster:
             code = process.wait()
         return code, log.read_text()
 
-    def train(self, node: Node, directory: Path, argv: list[str], name: str) -> str:
-        """Do the same, and fail if the exit code is not 0; return the output."""
-        code, output = self.run(node, directory, argv, name)
-        assert code == 0, f"{name} ended with {code}:\n{output[-5000:]}"
-        return output
-
 
 def network(place: int) -> str:
     """Return the first three numbers of the addresses of the cluster at a place."""

@@ -5,12 +5,13 @@ import os
 import warnings
 from dataclasses import replace
 from functools import partial
-from multiprocessing import spawn
 
 import pipeline
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
+from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -72,11 +73,13 @@ def arguments(directory, **overrides) -> dict:
 class Recording(BapoGRPOTrainer):
     """Keeps each optimizer step's micro-batches, its weights, the bounds of each loss, and the number of forwards.
 
+    Of TRL's off-policy mask it keeps the log-probs that the policy's are compared with, and the mask.
+
     With `uses_tools`, every third token is a tool's, and the tokens of a response have different advantages.
     """
 
     def __init__(self, *args, uses_tools: bool = False, **kwargs) -> None:
-        self.windows, self.weights, self.bounds, self.num_forwards = {}, {}, [], 0
+        self.windows, self.weights, self.bounds, self.masks, self.num_forwards = {}, {}, [], [], 0
         self.uses_tools = uses_tools
         super().__init__(*args, **kwargs)
 
@@ -104,12 +107,20 @@ class Recording(BapoGRPOTrainer):
         self.num_forwards += self.model.training and self._buffered_inputs is not None
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
+    def get_off_policy_mask(self, **given):
+        mask = super().get_off_policy_mask(**given)
+        self.masks.append((given["sampling_per_token_logps"], mask))
+        return mask
 
-def trained(directory, smoothing=None, uses_tools=False, **overrides) -> Recording:
-    bapo = replace(SEARCH, smoothing=smoothing)
+
+def trained(directory, bapo=SEARCH, uses_tools=False, **overrides) -> Recording:
     trainer = Recording(**arguments(directory, **overrides), bapo=bapo, uses_tools=uses_tools)
     trainer.train()
     return trainer
+
+
+def logged_by(trainer: Recording) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
 
 
 def joined(directory, trainer: Recording, number: int, loss_type: str = "dapo") -> tuple[torch.Tensor, ...]:
@@ -138,7 +149,7 @@ def joined(directory, trainer: Recording, number: int, loss_type: str = "dapo") 
     ("accumulation", "loss_type", "uses_tools"),
     [(4, "dapo", False), (1, "dapo", False), (4, "grpo", False), (4, "bnpo", False), (4, "grpo", True)],
 )
-def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(
+def test_bounds_and_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(
     directory, accumulation, loss_type, uses_tools
 ):
     batch = 16 // accumulation
@@ -151,17 +162,28 @@ def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(
         loss_type=loss_type,
     )
     assert len(trainer.windows) == 6 and {len(window) for window in trainer.windows.values()} == {accumulation}
-    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+    logged = logged_by(trainer)
+    assert len(logged) == 6 and not any("staleness" in name for entry in logged for name in entry)
+    # Two iterations over a generation of two windows are four optimizer steps.
+    for name in ("max", "mean"):
+        assert [entry[f"offpolicy/optimizer_steps_{name}"] for entry in logged] == [0, 1, 2, 3, 0, 1]
     found = set()
-    for number in range(6):
-        tokens = joined(directory, trainer, number, loss_type)
+    for number, metrics in enumerate(logged):
+        ratio, advantages, _ = tokens = joined(directory, trainer, number, loss_type)
         expected = find_clip_bounds(*tokens, SEARCH)
         bounds = expected.lower.item(), expected.upper.item()
         used = trainer.bounds[number * accumulation : (number + 1) * accumulation]
         assert used == [pytest.approx(bounds, abs=1e-9)] * accumulation
-        assert (logged[number]["bapo/clip_low"], logged[number]["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
+        assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
         for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
-            assert logged[number][f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
+            assert metrics[f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
+        ess = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
+        assert metrics["offpolicy/ess"] == pytest.approx(ess, rel=1e-4)
+        assert metrics["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
+        above = (ratio[advantages > 0] > bounds[1]).double().mean()
+        assert metrics["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
+        below = (ratio[advantages < 0] < bounds[0]).double().mean()
+        assert metrics["offpolicy/clip_frac_negative"] == pytest.approx(float(below), abs=1e-4)
         found.add(bounds)
     assert len(found) > 1  # the search had choices to make
     assert max(entry["clip_ratio/region_mean"] for entry in logged) > 0  # and TRL clipped by them
@@ -184,9 +206,9 @@ def test_a_range_of_one_point_is_trls_own_loss_to_the_last_bit(directory):
 
 def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own_nor_see_an_evaluation(directory):
     smoothing = SmoothingConfig(half_life=2.0)
-    trainer = trained(directory, smoothing, eval_strategy="steps", eval_steps=2)
+    trainer = trained(directory, replace(SEARCH, smoothing=smoothing), eval_strategy="steps", eval_steps=2)
     steady = SteadyBounds(SEARCH, smoothing)
-    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+    logged = logged_by(trainer)
     for number in range(6):
         bounds = steady.lower.item(), steady.upper.item()
         assert trainer.bounds[4 * number : 4 * number + 4] == [pytest.approx(bounds, abs=1e-6)] * 4
@@ -207,7 +229,7 @@ def test_a_resumed_run_goes_on_between_the_steady_bounds_of_its_checkpoint(direc
     def logged(checkpoint: str | None) -> list[dict]:
         trainer = Recording(**arguments(directory, **settings), bapo=config)
         trainer.train(resume_from_checkpoint=checkpoint)
-        return [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+        return logged_by(trainer)
 
     unbroken = logged(None)
     resumed = logged(str(tmp_path / "checkpoint-4"))
@@ -216,29 +238,9 @@ def test_a_resumed_run_goes_on_between_the_steady_bounds_of_its_checkpoint(direc
         assert [entry[name] for entry in resumed] == [entry[name] for entry in unbroken]
 
 
-def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory):
-    trainer = trained(directory)
-    logged = [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
-    assert len(logged) == 6 and not any("staleness" in name for entry in logged for name in entry)
-    # Two iterations over a generation's eight micro-batches are four optimizer steps.
-    assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [0, 1, 2, 3, 0, 1]
-    assert [entry["offpolicy/optimizer_steps_mean"] for entry in logged] == [0, 1, 2, 3, 0, 1]
-    for number, metrics in enumerate(logged):
-        ratio, advantages, _ = joined(directory, trainer, number)
-        lower, upper = trainer.bounds[4 * number]
-        assert metrics["offpolicy/ess"] == pytest.approx(
-            float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())), rel=1e-4
-        )
-        assert metrics["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
-        above = (ratio[advantages > 0] > upper).double().mean()
-        assert metrics["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
-        below = (ratio[advantages < 0] < lower).double().mean()
-        assert metrics["offpolicy/clip_frac_negative"] == pytest.approx(float(below), abs=1e-4)
-
-
 def test_a_log_of_several_steps_has_the_largest_of_their_maxima_and_the_mean_of_the_rest(directory):
     trainer = trained(directory, logging_steps=3)
-    logged = [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
+    logged = logged_by(trainer)
     assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [2, 3]
     assert [entry["offpolicy/optimizer_steps_mean"] for entry in logged] == pytest.approx([1, 4 / 3])
     highest = [float(joined(directory, trainer, number)[0].max()) for number in range(6)]
@@ -248,9 +250,8 @@ def test_a_log_of_several_steps_has_the_largest_of_their_maxima_and_the_mean_of_
 
 
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
-    trainer = Recording(**arguments(directory), bapo=BalancedWeights(target=0.9))
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "bapo/negative_weight" in entry]
+    trainer = trained(directory, BalancedWeights(target=0.9))
+    logged = logged_by(trainer)
     assert len(logged) == 6
     for number, metrics in enumerate(logged):
         ratio, advantages, _ = joined(directory, trainer, number)
@@ -262,22 +263,8 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory):
     assert trainer.num_forwards == 2 * 6 * 4 + 1
 
 
-class Masking(Recording):
-    """Keeps the log-probs that TRL's off-policy mask compares the policy's with, and the mask."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        self.masks = []
-        super().__init__(*args, **kwargs)
-
-    def get_off_policy_mask(self, **given):
-        mask = super().get_off_policy_mask(**given)
-        self.masks.append((given["sampling_per_token_logps"], mask))
-        return mask
-
-
 def test_with_weights_trls_off_policy_mask_still_compares_with_the_old_log_probs(directory):
-    trainer = Masking(**arguments(directory, off_policy_mask_threshold=1e-4, max_steps=2), bapo="topr")
-    trainer.train()
+    trainer = trained(directory, "topr", off_policy_mask_threshold=1e-4, max_steps=2)
     micro_batches = [inputs for window in trainer.windows.values() for inputs in window]
     for inputs, (compared, _) in zip(micro_batches, trainer.masks, strict=True):
         assert torch.equal(compared, inputs["old_per_token_logps"])
@@ -336,7 +323,7 @@ def test_each_epoch_begins_with_a_whole_window_and_its_last_one_may_be_shorter(d
         trainer.train()
     sizes = [len(window) for window in trainer.windows.values()]
     assert sizes == [4, 4, 4, 4, 2] * 2
-    logged = [entry for entry in trainer.state.log_history if "bapo/clip_low" in entry]
+    logged = logged_by(trainer)
     first, found = 0, set()
     for number, size in enumerate(sizes):
         del trainer.windows[number][6 - first % 6 :]  # those of the next generation are not searched
@@ -351,56 +338,43 @@ def test_each_epoch_begins_with_a_whole_window_and_its_last_one_may_be_shorter(d
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("bapo", "overrides", "message"),
     [
-        (dict(loss_type="cispo", epsilon_high=5.0), "loss_type 'cispo' is not allowed"),
-        (dict(loss_type="sapo"), "loss_type 'sapo' is not allowed"),
-        (dict(importance_sampling_level="sequence"), "importance_sampling_level 'sequence' is not allowed"),
-        (dict(delta=2.0), "delta 2.0 is not allowed"),
+        (SEARCH, dict(loss_type="cispo", epsilon_high=5.0), "loss_type 'cispo' is not allowed"),
+        (SEARCH, dict(loss_type="sapo"), "loss_type 'sapo' is not allowed"),
+        (SEARCH, dict(importance_sampling_level="sequence"), "importance_sampling_level 'sequence' is not allowed"),
+        (SEARCH, dict(delta=2.0), "delta 2.0 is not allowed"),
+        (replace(SEARCH, ratio_upper_max=3, dual_clip=2), {}, "dual_clip 2 is not allowed with BAPO"),
+        ("topr", dict(beta=0.1, use_bias_correction_kl=True), "use_bias_correction_kl True is not allowed"),
     ],
 )
-def test_a_loss_without_a_token_ratio_or_with_its_own_clip_is_refused(directory, overrides, message):
+def test_a_loss_whose_ratio_clip_or_kl_term_does_not_fit_is_refused(directory, bapo, overrides, message):
     with pytest.raises(ValueError, match=message):
-        BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
+        BapoGRPOTrainer(**arguments(directory, **overrides), bapo=bapo)
 
 
 def test_a_dual_clip_leaves_the_callers_config_as_it_was_for_a_second_trainer(directory):
     given = arguments(directory)
     for _ in range(2):
-        trainer = BapoGRPOTrainer(**given, bapo=replace(SEARCH, dual_clip=10.0))
-        assert trainer.args.delta == 10.0 and given["args"].delta is None
+        trainer = BapoGRPOTrainer(**given, bapo=replace(SEARCH, ratio_upper_max=3, dual_clip=3))
+        assert trainer.args.delta == 3 and given["args"].delta is None
 
 
-def test_a_dual_clip_that_would_bound_positive_tokens_is_refused(directory):
-    with pytest.raises(ValueError, match="dual_clip 2 is not allowed with BAPO"):
-        BapoGRPOTrainer(**arguments(directory), bapo=replace(SEARCH, ratio_upper_max=3, dual_clip=2))
-    BapoGRPOTrainer(**arguments(directory), bapo=replace(SEARCH, ratio_upper_max=3, dual_clip=3))
-
-
-def test_a_kl_term_by_ratios_is_refused_with_weights(directory):
-    with pytest.raises(ValueError, match="use_bias_correction_kl True is not allowed"):
-        BapoGRPOTrainer(**arguments(directory, beta=0.1, use_bias_correction_kl=True), bapo="topr")
-
-
-def train_rank(rank: int, directory, port: int, results) -> None:
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def train_rank(rank: int, directory):
+    os.environ["LOCAL_RANK"] = str(rank)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is forked from
     saved = []
     adapter.save_rule = lambda rule, folder: saved.append(folder.parent.name)
     overrides = dict(output_dir=str(directory / "two"), save_strategy="steps", save_steps=3)
     trainer = trained(directory, max_steps=4, **overrides)
     assert trainer.accelerator.num_processes == 2
-    names = ("offpolicy/ess", "entropy/predicted_change")
-    logged = [[entry[name] for name in names] for entry in trainer.state.log_history if names[0] in entry]
-    results[rank] = trainer.bounds, [joined(directory, trainer, number) for number in range(4)], logged, saved
+    logged = [[entry[name] for name in ("offpolicy/ess", "entropy/predicted_change")] for entry in logged_by(trainer)]
+    return trainer.bounds, [joined(directory, trainer, number) for number in range(4)], logged, saved
 
 
-def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
-    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
-    results = torch.multiprocessing.Manager().dict()
-    torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
-    (bounds, first, logged, saved), (others_bounds, second, others_logged, others_saved) = results[0], results[1]
+def test_two_processes_find_the_bounds_of_the_tokens_of_both(directory):
+    results = on_ranks(2, train_rank, directory)
+    (bounds, first, logged, saved), (others_bounds, second, others_logged, others_saved) = results
     assert bounds == others_bounds and len(set(bounds)) > 1
     assert logged == others_logged and all(change != 0 for _, change in logged[1:])
     assert saved == ["checkpoint-3", "checkpoint-4"] and others_saved == []  # two would write the same files at once

@@ -3,11 +3,11 @@
 tests/full/test_trl_async_run.py has a run with a vLLM server.
 """
 
+import functools
 import inspect
 import os
 import queue
 from dataclasses import replace
-from multiprocessing import spawn
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +15,9 @@ import pipeline
 import pytest
 import torch
 import trl_async_cpu
+from accelerate.state import AcceleratorState
 from datasets import Dataset
+from ranks import on_ranks
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -47,15 +49,17 @@ def on_cpu(monkeypatch):
 
 
 def make_samples(directory) -> list[RolloutSample]:
+    return [replace(sample) for sample in _make_samples(directory)]
+
+
+@functools.cache
+def _make_samples(directory) -> list[RolloutSample]:
     """Samples of five steps, in groups of four, of a policy near the first one.
 
     The first two of a group begin alike, and every fifth token is not trained on.
     """
-    rng, model = (
-        np.random.default_rng(0),
-        AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32),
-    )
-    samples = []
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    rng, samples = np.random.default_rng(0), []
     for i in range((NUM_STEPS + 1) * SIZE):
         prompt = np.random.default_rng(1000 + i // 4).integers(3, 16, 3)
         shared = np.random.default_rng(2000 + i // 4).integers(3, 16, 2)
@@ -196,7 +200,7 @@ def assert_gradient(found: dict, model, loss: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("batch", [4, 16])
-def test_bounds_and_gradient_are_those_of_all_tokens_of_the_optimizer_step(directory, batch):
+def test_bounds_gradient_and_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory, batch):
     trainer = trained(directory, replace(SEARCH, dual_clip=1.5), batch=batch)
     found = set()
     for number, entry in enumerate(logged(trainer)):
@@ -210,6 +214,12 @@ def test_bounds_and_gradient_are_those_of_all_tokens_of_the_optimizer_step(direc
         assert (entry["bapo/clip_low"], entry["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
         for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
             assert entry[f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
+        ess = float(ratio.detach().sum() ** 2 / (len(ratio) * (ratio.detach() ** 2).sum()))
+        assert entry["offpolicy/ess"] == pytest.approx(ess, rel=1e-4)
+        assert entry["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
+        above = (ratio[advantages > 0] > bounds[1]).double().mean()
+        assert entry["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
+        assert abs(entry["entropy/predicted_change"]) > 0
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
         dual = torch.where(advantages < 0, surrogate.maximum(1.5 * advantages), surrogate)
         assert (dual != surrogate).any()
@@ -304,39 +314,21 @@ def test_a_version_that_is_ahead_of_the_trainers_count_is_not_stale(directory):
     assert entry["offpolicy/staleness_mean"] == entry["offpolicy/staleness_max"] == 0
 
 
-def test_off_policy_metrics_are_those_of_all_tokens_of_the_optimizer_step(directory):
-    trainer = trained(directory, SEARCH)
-    for number, entry in enumerate(logged(trainer)):
-        _, new, old, advantages, _ = joined(directory, trainer.weights[number], of_step(directory, number))
-        ratio = (new - old).exp().detach()
-        ess = float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()))
-        assert entry["offpolicy/ess"] == pytest.approx(ess, rel=1e-4)
-        assert entry["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
-        _, upper = trainer.bounds[number][0]
-        above = (ratio[advantages > 0] > upper).double().mean()
-        assert entry["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
-        assert abs(entry["entropy/predicted_change"]) > 0
-
-
-def train_rank(rank: int, directory, port: int, results) -> None:
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    trl_async_cpu.run_on_cpu(pytest.MonkeyPatch())
+def train_rank(rank: int, directory):
+    os.environ["LOCAL_RANK"] = str(rank)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is forked from
     samples = make_samples(directory)
     samples[SIZE].model_version = 2
     trainer = trained(directory, SEARCH, gradient_accumulation_steps=2, samples=samples, max_steps=3)
     assert trainer.accelerator.num_processes == 2
     bounds = [[tuple(map(float, bounds)) for bounds in step] for step in trainer.bounds]
     entries = [entry["offpolicy/staleness_mean"] for entry in logged(trainer)]
-    results[rank] = trainer.weights, trainer.gradients, bounds, entries, trainer.model_version
+    return trainer.weights, trainer.gradients, bounds, entries, trainer.model_version
 
 
-def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory, monkeypatch):
-    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(pipeline.warm_python()))
-    results = torch.multiprocessing.Manager().dict()
-    torch.multiprocessing.spawn(train_rank, (directory, pipeline.free_port(), results), nprocs=2)
-    (weights, gradients, bounds, entries, version), (_, _, others_bounds, _, others_version) = results[0], results[1]
+def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory):
+    results = on_ranks(2, train_rank, directory)
+    (weights, gradients, bounds, entries, version), (_, _, others_bounds, _, others_version) = results
     assert bounds == others_bounds and len({tuple(step) for step in bounds}) > 1
     assert version == others_version == 4
     for number in range(3):
