@@ -589,7 +589,7 @@ def test_the_entropy_rules_correlation_is_that_of_pandas_over_windows_of_rollout
 
 
 def test_the_sentences_of_the_answer_hold():
-    cells, found = planned_and_found("protocol")
+    _, found = planned_and_found("protocol")
     assert not any(compare.outcome(columns).fell for columns in found.values())
     table, screened = both_stages()
     results = compare.tested(table, screened)
