@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf_bapo.command.mistakes import exit_with_one_line
+from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
 
 FIXED = (0.8, 1.2)
 """The fixed range that a run is compared with: PPO's."""
@@ -24,7 +25,8 @@ FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the r
 
 # The columns that are read.
 _COLUMNS = (
-    "global_step ratio probability entropy advantage clipped dual_clipped clip_low clip_high staleness optimizer_steps"
+    "global_step ratio probability entropy advantage weight clipped dual_clipped clip_low clip_high staleness "
+    "optimizer_steps"
 ).split()
 
 
@@ -51,6 +53,8 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
                 table = parquet.read_table(file)
             except (OSError, pyarrow.ArrowInvalid) as error:
                 raise TokensError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+            if "weight" not in table.column_names:  # a file from before there were weights
+                table = table.append_column("weight", pyarrow.array(np.ones(len(table), np.float32)))
             if missing := [name for name in _COLUMNS if name not in table.column_names]:
                 raise TokensError(f"{file}: has no column {', '.join(missing)}; allowed: --bapo.dump_tokens' files")
             tables.append(table.select(_COLUMNS))
@@ -63,8 +67,8 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
     The column "fate" is an index into `FATES`, and "quadrant" into `QUADRANTS`. "entropy_change" is the token's part in
     the change of entropy that the Entropy-Clip Rule predicts (rules/entropy_rule.py), per unit of learning rate, at
-    weight r. Dual clip counts in both ranges, since a run with a fixed range would use it too. Tokens with advantage 0,
-    or without a finite ratio and entropy, are left out.
+    w = r. A token of weight 0 is not trained on, whatever the ranges. Dual clip counts in both ranges, since a run with
+    a fixed range would use it too. Tokens with advantage 0, or without a finite ratio and entropy, are left out.
     """
     # Compare in the precision of the ratio, as the loss does.
     ratio, advantage = tokens["ratio"], tokens["advantage"]
@@ -72,13 +76,14 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     ours, fixed = tokens["clipped"] | tokens["dual_clipped"], beyond | tokens["dual_clipped"]
     tokens = tokens | {"fate": np.select([~ours & ~fixed, ~ours & fixed, ours & ~fixed], [0, 1, 2], 3)}
     is_finite = np.isfinite(ratio) & np.isfinite(tokens["entropy"])
+    m = np.where(is_finite, tokens["weight"], 0).astype(float)
     r = np.where(is_finite, ratio, 0).astype(float)
     log_prob = np.log(np.where(is_finite, tokens["probability"], 1).astype(float).clip(1e-38))
     # Each global step has its own mean of log pi, over samples of pi.
     step = np.unique(tokens["global_step"], return_inverse=True)[1]
-    height = log_prob - (np.bincount(step, r * log_prob) / np.bincount(step, r).clip(1e-38))[step]
-    tokens["quadrant"] = 2 * ours + (height < 0)
-    tokens["entropy_change"] = -r * advantage * height / max(is_finite.sum(), 1)
+    height = log_prob - (np.bincount(step, m * r * log_prob) / np.bincount(step, m * r).clip(1e-38))[step]
+    tokens["quadrant"] = 2 * (ours | (tokens["weight"] == 0)) + (height < 0)
+    tokens["entropy_change"] = -m * r * advantage * height / m.sum().clip(1e-38)
     signs = {name: is_finite & (sign * advantage > 0) for name, sign in SIGNS.items()}
     return {name: {column: values[chosen] for column, values in tokens.items()} for name, chosen in signs.items()}
 
@@ -87,10 +92,10 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
     """Compute the numbers behind the picture: tokens of `by_sign` by bin of the ratio and by fate.
 
     Returns:
-        Rows with "sign", "by" ("ratio", "fate" or "quadrant"), "group" (the bin as LOW-HIGH, or a name in `FATES` or
-        `QUADRANTS`), "num_tokens", "fraction" (of the sign's tokens), the means "entropy" (nats) and "probability",
-        "entropy_error" (standard error), and the sum "entropy_change". The means of a group without tokens are NaN, and
-        so is the error of a group with fewer than two.
+        Rows with "sign", "by" ("ratio", "fate", "quadrant" or "staleness"), "group" (the bin as LOW-HIGH, or a name in
+        `FATES`, `QUADRANTS` or `STALENESS_BUCKETS`), "num_tokens", "fraction" (of the sign's tokens), the means
+        "entropy" (nats), "probability" and "weight", "entropy_error" (standard error), and the sum "entropy_change".
+        The means of a group without tokens are NaN, and so is the error of a group with fewer than two.
     """
     rows = []
     for sign, tokens in signs.items():
@@ -100,6 +105,7 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
             ("ratio", bins, labels),
             ("fate", tokens["fate"], FATES),
             ("quadrant", tokens["quadrant"], QUADRANTS),
+            ("staleness", np.digitize(tokens["staleness"], list(STALENESS_BUCKETS.values())) - 1, STALENESS_BUCKETS),
         ):
             for place, group in enumerate(groups):
                 chosen = {name: values[index == place] for name, values in tokens.items()}
@@ -107,7 +113,9 @@ def measure(signs: dict[str, dict[str, np.ndarray]]) -> list[dict]:
                 row = {"sign": sign, "by": by, "group": group, "num_tokens": num, "fraction": num / max(len(index), 1)}
                 row["entropy"] = entropy.mean() if num else np.nan
                 row["entropy_error"] = entropy.std(ddof=1) / num**0.5 if num > 1 else np.nan
-                row["probability"] = chosen["probability"].astype(float).mean() if num else np.nan
+                row |= {
+                    name: chosen[name].astype(float).mean() if num else np.nan for name in ("probability", "weight")
+                }
                 rows.append(row | {"entropy_change": chosen["entropy_change"].sum()})
     return rows
 
@@ -121,14 +129,16 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
     signs = by_sign(tokens)
     rows = measure(signs)
-    figure, axes = pyplot.subplot_mosaic(
-        [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]], figsize=(11, 12), layout="constrained"
-    )
+    places: list[Any] = [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]]
+    if (tokens["weight"] != 1).any():
+        places.append(["staleness", "staleness"])
+    figure, axes = pyplot.subplot_mosaic(places, figsize=(11, 4 * len(places)), layout="constrained")
     least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
     for sign, of_sign in signs.items():
         _draw_density(axes[sign], sign, of_sign, max(least, 1e-6))
-    for by, draw_rows in (("ratio", _draw_entropy), ("fate", _draw_fates), ("quadrant", _draw_quadrants)):
-        draw_rows(axes[by], [row for row in rows if row["by"] == by])
+    draw_rows = {"ratio": _draw_entropy, "fate": _draw_fates, "quadrant": _draw_quadrants, "staleness": _draw_weights}
+    for by in axes.keys() & draw_rows.keys():
+        draw_rows[by](axes[by], [row for row in rows if row["by"] == by])
     figure.supxlabel(_caption(tokens, signs), fontsize="small", x=0.01, ha="left")
     figure.savefig(output, dpi=90, format="png")
     pyplot.close(figure)
@@ -232,6 +242,33 @@ def _draw_quadrants(axis: Any, rows: list[dict]) -> None:
     axis.set(
         title=f"predicted change of entropy by quadrant; {predicted:+.3g} over all tokens trained on",
         ylabel="nats per unit of learning rate",
+    )
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize="small")
+
+
+def _draw_weights(axis: Any, rows: list[dict]) -> None:
+    """Draw the mean weight of the tokens of each sign by their staleness."""
+    labels, width = list(STALENESS_BUCKETS), 0.4
+    for place, (sign, color) in enumerate(zip(SIGNS, ("0.4", "white"), strict=True)):
+        of_sign = [row for row in rows if row["sign"] == sign and row["num_tokens"]]
+        bars = axis.bar(
+            [labels.index(row["group"]) + (place - 0.5) * width for row in of_sign],
+            [row["weight"] for row in of_sign],
+            width * 0.92,
+            label=f"{sign} advantage",
+            color=color,
+            edgecolor="black",
+            linewidth=0.8,
+        )
+        axis.bar_label(bars, [f"{row['num_tokens']:,}" for row in of_sign], fontsize="small", padding=2)
+    axis.axhline(1, color="black", linestyle=":", linewidth=1)
+    axis.set_xticks(range(len(labels)), labels)
+    axis.margins(y=0.15)
+    axis.set(
+        title="weight of the loss beside the clip: --offpolicy.weight or IS correction",
+        xlabel="staleness (versions)",
+        ylabel="mean weight",
     )
     axis.grid(axis="y", alpha=0.3)
     axis.legend(fontsize="small")

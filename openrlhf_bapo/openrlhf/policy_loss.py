@@ -93,6 +93,24 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         arguments = {name: getattr(loss, name) for name in inspect.signature(PolicyLoss).parameters}
         return cls(**arguments, **kwargs)
 
+    @property
+    def weighs_staleness(self) -> bool:
+        """Whether the loss weighs tokens by tapered weights or IS correction, which need `rollout_log_probs`."""
+        return bool(self.tapered) or self.is_correction_level != "off"
+
+    def staleness_weights(
+        self,
+        old_log_probs: torch.Tensor,
+        rollout_log_probs: torch.Tensor | None,
+        advantages: torch.Tensor,
+        action_mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return each token's weight by old / rollout, in a loss that `weighs_staleness`; all are [batch, actions]."""
+        assert rollout_log_probs is not None, "the weights need the log-probs of the policy that generated the tokens"
+        if self.tapered:
+            return tapered_weights(old_log_probs - rollout_log_probs, advantages, action_mask, self.tapered)
+        return correction_weights(self, old_log_probs, rollout_log_probs, action_mask)
+
     def tally(
         self,
         log_probs: torch.Tensor,
@@ -122,8 +140,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
         weights = self._set_bounds(self._in_search(tokens, rollout_log_probs), tokens)
         if self.tapered:
-            assert rollout_log_probs is not None  # `_tokens` needs them too
-            taper = tapered_weights(old_log_probs - rollout_log_probs, advantages, mask, self.tapered)
+            taper = self.staleness_weights(old_log_probs, rollout_log_probs, advantages, mask)
             negative = (mask > 0) & (advantages < 0)
             sums = torch.stack([torch.where(negative, taper, 0.0).double().sum(), negative.double().sum()])
             self._negative = self._negative.to(sums.device) + sums
@@ -161,13 +178,8 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
     ) -> Tokens:
         """Return the tokens with their weights in the loss, IS correction or tapered weights included."""
         weight = share_weights(action_mask, self.rule.config, "update" if self.token_level_loss else "sequence")
-        if self.tapered:
-            assert rollout_log_probs is not None, "tapered weights need the behavior policy's log-probs"
-            log_s = behavior_log_probs - rollout_log_probs
-            weight = weight * tapered_weights(log_s, advantages, action_mask, self.tapered)
-        elif self.is_correction_level != "off":
-            assert rollout_log_probs is not None, "IS correction needs the engine's log-probs"
-            weight = weight * correction_weights(self, behavior_log_probs, rollout_log_probs, action_mask)
+        if self.weighs_staleness:
+            weight = weight * self.staleness_weights(behavior_log_probs, rollout_log_probs, advantages, action_mask)
         return Tokens(log_probs.detach(), behavior_log_probs, advantages, weight)
 
     def _in_search(self, tokens: Tokens, rollout_log_probs: torch.Tensor | None) -> Tokens:

@@ -12,6 +12,10 @@ an equal share of the fresh and of the replayed samples. A row is a token:
     clip_low, clip_high    the clip bounds of the update, or of the token; 0 and inf: none
     clipped                whether the ratio is above clip_high (advantage > 0) or below clip_low (advantage < 0)
     dual_clipped           whether the advantage is negative and the ratio above --actor.dual_clip
+    weight                 the factor of the token's loss beside the clip, by --offpolicy.weight or IS correction; 1
+                           without them
+    start_over_behavior    s, from which that weight follows: the ratio's denominator over the policy that generated
+                           the token. Only where the loss reads both, as under the decoupled objective
     staleness              versions since the token was generated
     optimizer_steps        optimizer steps since the token was generated
 """
@@ -63,7 +67,7 @@ class TokenSample:
 class TokenDump:
     """Samples the tokens of a `BapoActorTrainer`'s training step, from construction until `write`.
 
-    Log-probs, bounds and entropy are those of the training forward. Only the ratio is computed again.
+    Log-probs, bounds and entropy are those of the training forward. Only ratio and weight are computed again.
 
     Args:
         trainer: a trainer with an off-policy feature and logged entropy.
@@ -97,7 +101,14 @@ class TokenDump:
             "probability": log_probs.exp(),
             "entropy": self._entropy[:, -active.shape[1] :],
             "advantage": advantages,
+            "weight": torch.ones_like(log_probs),
         }
+        engines = kwargs["rollout_log_probs"]
+        if engines is not None and self._trainer._uses_engines_log_probs:
+            tokens["start_over_behavior"] = importance_ratio(behavior_log_probs, engines)
+        if loss_fn.weighs_staleness:
+            mask = kwargs["action_mask"]
+            tokens["weight"] = loss_fn.staleness_weights(behavior_log_probs, engines, advantages, mask)
         tokens = {name: values[active] for name, values in tokens.items()}
         # Flattened, so that 0-dim bounds are compared in the ratio's precision, as in the loss, and not in their own.
         ratio, advantage = tokens["ratio"], tokens["advantage"]

@@ -8,6 +8,7 @@ import pytest
 import recordings
 import replay
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file
 
 
@@ -84,13 +85,21 @@ def tapered(batch: dict[str, torch.Tensor], level: str) -> torch.Tensor:
 def test_tapered_under_a_token_budget_weighs_stale_tokens_alone(tmp_path, stale, level, policy_loss):
     directory = partial.make_model(tmp_path)
     weight = TAPERED | dict(offpolicy__weight_level=level)
-    flags = partial.flags(directory, partial__oversample=2, policy_loss=policy_loss, **weight, **stale)
+    flags = partial.flags(
+        directory, partial__oversample=2, policy_loss=policy_loss, bapo__dump_tokens=1, **weight, **stale
+    )
     output, batch = recorded(directory, flags, tapered=True)
     weights, steps = tapered(batch, level), pipeline.steps(output)
     recordings.assert_losses_are_weighted(batch, weights, steps, num_first=2)
     for version, step in zip(batch["version"].unique().tolist(), steps, strict=True):
         negative = (batch["version"] == version)[:, None] & (batch["action_mask"] > 0) & (batch["loss_advantages"] < 0)
         assert step["offpolicy/weight_negative"] == pytest.approx(float(weights[negative].double().mean()), abs=1e-5)
+        dumped = parquet.read_table(directory / f"tensorboard/tokens/step_{version + 1:06d}_rank0.parquet")
+        is_token = (batch["version"] == version)[:, None] & (batch["action_mask"] > 0)
+        s = (batch["denominators"] - batch["rollout_log_probs"]).exp()
+        for name, expected in (("weight", weights), ("start_over_behavior", s)):
+            found = torch.tensor(dumped[name].to_numpy())
+            torch.testing.assert_close(found, expected[is_token].float(), rtol=1e-5, atol=1e-6)
     assert min(step["offpolicy/weight_negative"] for step in steps) < 0.999
 
 

@@ -210,6 +210,8 @@ def assert_tokens_are_those_trained_on(
 ) -> None:
     """Assert that a file of --bapo.dump_tokens has all tokens of its training step, with the values that the loss had.
 
+    The loss has no weight for staleness.
+
     Args:
         file: the file of a step with at most as many tokens as a file holds.
         batch: from `trained_on`, of one rank.
@@ -233,6 +235,7 @@ def assert_tokens_are_those_trained_on(
         "ratio": (batch["log_probs"] - batch["denominators"]).clamp(-20, 20).exp()[mask],
         "probability": batch["log_probs"].exp()[mask],
         "advantage": batch["loss_advantages"][mask],
+        "weight": torch.ones(len(sample)),
     }
     for name, values in expected.items():
         assert torch.equal(found[name].to(values.dtype), values), name

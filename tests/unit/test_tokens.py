@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import pyplot
 from pyarrow import parquet
-from test_off_policy_actor import LENGTHS, LOG_RATIOS, STALENESS, one_update, stale_samples
+from test_off_policy_actor import LENGTHS, LOG_RATIOS, POSITIVE, STALENESS, one_update, stale_samples
 
 from openrlhf_bapo.cli import tokens
 from openrlhf_bapo.openrlhf import token_dump
@@ -107,6 +107,7 @@ def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tm
     np.testing.assert_allclose(found["clip_high"], upper)
     assert set(found["global_step"]) == {1} and set(found["update"]) == {0}
     assert not found["dual_clipped"].any()
+    assert set(found["weight"]) == {1.0} and "start_over_behavior" not in found
 
     # Training shuffles the rows. A sample is recognized by its length, staleness and ratio.
     model_log_probs, model_entropy = of_the_model(directory)
@@ -133,6 +134,55 @@ def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tm
         assert result["status"][f"offpolicy/clip_frac_{name}"] == pytest.approx(of_sign.mean())
     num_tokens = len(found["entropy"])
     assert num_tokens == sum(LENGTHS)
+
+
+LOG_WEIGHTS = [0, -0.1, -0.8, 0.9, -0.2, 1.7, 0.05, -0.4]  # log s by sample; 1, 3, 5 and 7 are negative
+DECOUPLED = dict(offpolicy__objective="decoupled")
+STOCK = dict(policy_loss="ppo", offpolicy__ratio_base="recomputed", offpolicy__lag=1, replay__ratio=None)
+
+
+def masked(s: float, *_) -> float:
+    return s if 0.5 <= s <= 5 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "weigh"),
+    [
+        (DECOUPLED | dict(offpolicy__weight="none"), lambda *_: 1.0),
+        (DECOUPLED | dict(offpolicy__weight="capped", policy_loss="ppo"), lambda s, *_: min(s, 2)),
+        (DECOUPLED | dict(offpolicy__weight="masked"), masked),
+        (STOCK | dict(algo__advantage__is_correction_level="token"), masked),
+        (
+            DECOUPLED | dict(offpolicy__weight="tapered", offpolicy__weight_level="token"),
+            lambda s, length, is_positive: 1.0 if is_positive else min(s, 1),
+        ),
+        (
+            DECOUPLED | dict(offpolicy__weight="tapered", policy_loss="ppo"),
+            lambda s, length, is_positive: 1.0 if is_positive else min(s**length, 1),
+        ),
+    ],
+    ids=["none", "capped", "masked", "IS correction", "tapered by token", "tapered by sequence"],
+)
+def test_every_token_is_written_with_the_weight_that_its_loss_has(directory, tmp_path, flags, weigh):
+    found, (result,) = dump(directory, tmp_path, log_weights=LOG_WEIGHTS, **flags)
+    status, weights = result["status"], []
+    for sample in range(8):
+        rows = found["sample"] == sample
+        # Training shuffles the rows. A sample is recognized by its length and staleness.
+        (staleness,), length = set(found["staleness"][rows]), rows.sum()
+        which = list(zip(STALENESS, LENGTHS, strict=True)).index((staleness, length))
+        s = math.exp(LOG_WEIGHTS[which])
+        np.testing.assert_allclose(found["start_over_behavior"][rows], s, rtol=1e-4)
+        weights.append(weigh(s, length, POSITIVE[which]))
+        np.testing.assert_allclose(found["weight"][rows], weights[-1], rtol=1e-3, err_msg=f"sample {which}")
+    assert (len(set(weights)) > 1) == (flags.get("offpolicy__weight") != "none")
+    negative = found["weight"][found["advantage"] < 0].mean()
+    if flags.get("offpolicy__weight") == "tapered":
+        assert status["offpolicy/weight_negative"] == pytest.approx(negative, rel=1e-5)
+    signs = tokens.by_sign(tokens.read_tokens(tmp_path))
+    rows = [row for row in tokens.measure(signs) if row["by"] == "quadrant" and row["group"].endswith(", trained")]
+    change = sum(row["entropy_change"] for row in rows)
+    assert change == pytest.approx(status["entropy/predicted_change"], rel=1e-4)
 
 
 @torch.no_grad()
@@ -280,7 +330,9 @@ def test_a_dump_that_is_impossible_is_refused_in_one_line(tmp_path, capsys, flag
 # ---- The picture and its numbers ----
 
 
-def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
+def written(
+    folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0, weighed: bool = False
+) -> dict[str, np.ndarray]:
     """Write tokens of all kinds to a run's folder; the columns that were written."""
     rng = np.random.default_rng(seed)
     ratio = np.exp(rng.normal(0, 0.6, num_tokens)).astype(np.float32)
@@ -294,11 +346,12 @@ def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -
         "probability": rng.uniform(0, 1, num_tokens).astype(np.float32),
         "entropy": entropy,
         "advantage": advantage,
+        "weight": (rng.choice([0, 0.3, 1, 1.4], num_tokens) if weighed else np.ones(num_tokens)).astype(np.float32),
         "clipped": np.where(advantage > 0, ratio > upper, (advantage < 0) & (ratio < lower)),
         "dual_clipped": (advantage < 0) & (ratio > 3),
         "clip_low": lower,
         "clip_high": upper,
-        "staleness": rng.integers(0, 4, num_tokens).astype(np.int32),
+        "staleness": rng.integers(0, 8, num_tokens).astype(np.int32),
         "optimizer_steps": rng.integers(0, 20, num_tokens).astype(np.int32),
     }
     (folder / "tokens").mkdir(parents=True, exist_ok=True)
@@ -306,14 +359,14 @@ def written(folder: Path, step: int = 5, num_tokens: int = 400, seed: int = 0) -
     return columns
 
 
-def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, float, float]]]:
-    """Map (sign, by, group) to the (entropy, probability, change of entropy) of each of its tokens."""
+def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, ...]]]:
+    """Map (sign, by, group) to the (entropy, probability, weight, change of entropy) of each of its tokens."""
     found, sums = {}, {}
     finite = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     finite = [token for token in finite if not math.isnan(token["entropy"])]
     for token in finite:
         weighted, total = sums.get(token["global_step"], (0.0, 0.0))
-        ratio = float(token["ratio"])
+        ratio = float(token["ratio"]) * float(token["weight"])
         sums[token["global_step"]] = weighted + ratio * math.log(token["probability"]), total + ratio
     edges = list(zip(tokens.RATIO_EDGES, tokens.RATIO_EDGES[1:], strict=False))
     for token in finite:
@@ -326,16 +379,21 @@ def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[fl
         (low_high,) = [f"{low:g}-{high:g}" for low, high in edges if low <= token["ratio"] < high]
         weighted, total = sums[token["global_step"]]
         height = math.log(token["probability"]) - weighted / total
-        quadrant = f"{'low' if height < 0 else 'high'} probability, {'left out' if ours else 'trained'}"
-        change = -float(token["ratio"]) * float(token["advantage"]) * height / len(finite)
-        for by, group in (("ratio", low_high), ("fate", fate), ("quadrant", quadrant)):
-            numbers = float(token["entropy"]), float(token["probability"]), change
+        is_trained = not ours and token["weight"] > 0
+        quadrant = f"{'low' if height < 0 else 'high'} probability, {'trained' if is_trained else 'left out'}"
+        change = -float(token["weight"]) * float(token["ratio"]) * float(token["advantage"]) * height
+        change /= sum(float(token["weight"]) for token in finite)
+        ages = {"4-7": 4, "2-3": 2, "1": 1, "0": 0}
+        age = next(label for label, lowest in ages.items() if token["staleness"] >= lowest)
+        for by, group in (("ratio", low_high), ("fate", fate), ("quadrant", quadrant), ("staleness", age)):
+            numbers = float(token["entropy"]), float(token["probability"]), float(token["weight"]), change
             found.setdefault((sign, by, group), []).append(numbers)
     return found
 
 
-def test_the_numbers_agree_with_a_count_token_by_token(tmp_path):
-    steps = [written(tmp_path, step, num_tokens=1000, seed=step) for step in (5, 10)]
+@pytest.mark.parametrize("weighed", [False, True])
+def test_the_numbers_agree_with_a_count_token_by_token(tmp_path, weighed):
+    steps = [written(tmp_path, step, num_tokens=1000, seed=step, weighed=weighed) for step in (5, 10)]
     columns = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
     rows = tokens.measure(tokens.by_sign(tokens.read_tokens(tmp_path)))
     expected = expected_groups(columns)
@@ -348,12 +406,13 @@ def test_the_numbers_agree_with_a_count_token_by_token(tmp_path):
         num_of_sign = sum(len(some) for (sign, by, _), some in expected.items() if (sign, by) == key[:2])
         assert row["fraction"] == pytest.approx(len(group) / num_of_sign)
         if not group:
-            assert math.isnan(row["entropy"]) and math.isnan(row["probability"])
+            assert all(math.isnan(row[name]) for name in ("entropy", "probability", "weight"))
             continue
-        entropies, probabilities, changes = zip(*group, strict=True)
+        entropies, probabilities, weights, changes = zip(*group, strict=True)
         assert row["entropy_change"] == pytest.approx(sum(changes), abs=1e-9)
         mean = sum(entropies) / len(group)
         assert (row["entropy"], row["probability"]) == pytest.approx((mean, sum(probabilities) / len(group)))
+        assert row["weight"] == pytest.approx(sum(weights) / len(group))
         if len(group) > 1:
             variance = sum((entropy - mean) ** 2 for entropy in entropies) / (len(group) - 1)
             assert row["entropy_error"] == pytest.approx(math.sqrt(variance / len(group)))
@@ -396,12 +455,33 @@ def test_the_picture_shows_every_token_with_an_advantage_the_bounds_and_the_numb
     num_left_out = int(((columns["advantage"] == 0) | np.isnan(columns["entropy"])).sum())
     caption = figures[0].get_supxlabel()
     assert f"400 sampled tokens of global step 5; {num_left_out} without an advantage" in caption
-    assert "up to\n3 versions, 19 optimizer steps" in caption and "are ours" in caption
+    assert "up to\n7 versions, 19 optimizer steps" in caption and "are ours" in caption
 
     # Distinguishable in gray: by marker and line, by hatch.
     assert len({(curve.get_marker(), curve.get_linestyle()) for curve in curves}) == 2
     assert len({bars[0].get_hatch() for bars in fates.containers}) == 3
     assert len({line.get_linestyle() for line in positive.lines}) == 2
+
+
+def test_the_picture_shows_weights_by_staleness_only_where_a_token_has_another_weight_than_1(tmp_path, figures):
+    for weighed in (False, True):
+        signs = tokens.by_sign(written(tmp_path, weighed=weighed))
+        tokens.main([str(tmp_path)])
+        drawn = [axis for axis in figures[-1].axes if axis.get_ylabel() == "mean weight"]
+        assert len(drawn) == weighed
+    (axis,) = drawn
+    ages = {"0": [0], "1": [1], "2-3": [2, 3], "4-7": [4, 5, 6, 7], "8+": []}
+    assert [label.get_text() for label in axis.get_xticklabels()] == list(ages)
+    for bars, of_sign in zip(axis.containers, signs.values(), strict=True):
+        chosen = [of_sign["weight"][np.isin(of_sign["staleness"], versions)] for versions in list(ages.values())[:4]]
+        assert [bar.get_height() for bar in bars] == pytest.approx([weights.mean() for weights in chosen])
+
+
+def test_tokens_written_without_a_weight_have_weight_1(tmp_path):
+    written(tmp_path)
+    (file,) = tmp_path.rglob("*.parquet")
+    parquet.write_table(parquet.read_table(file).drop_columns(["weight"]), file)
+    assert set(tokens.read_tokens(tmp_path)["weight"]) == {1.0}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
