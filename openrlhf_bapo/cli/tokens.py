@@ -129,7 +129,7 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
 
     signs = by_sign(tokens)
     rows = measure(signs)
-    places = [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]]
+    places: list[Any] = [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]]
     if (tokens["weight"] != 1).any():
         places.append(["staleness", "staleness"])
     figure, axes = pyplot.subplot_mosaic(places, figsize=(11, 4 * len(places)), layout="constrained")
