@@ -160,9 +160,9 @@ ASYNC = {
     "algorithm.rollout_correction.bypass_mode": True,  # the ratio is against the engine's log-probs
     "actor_rollout_ref.rollout.calculate_log_probs": True,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 16,  # one optimizer step per rollout
+    "actor_rollout_ref.actor.policy_loss.preset": "steady",
 }
 CRITIC_AND_KL = {
-    "actor_rollout_ref.actor.policy_loss.preset": "steady",
     "algorithm.adv_estimator": "gae",
     "critic.strategy": "fsdp2",
     "critic.ppo_micro_batch_size_per_gpu": 8,
@@ -171,11 +171,8 @@ CRITIC_AND_KL = {
     "critic.model.use_remove_padding": False,
     "actor_rollout_ref.actor.use_kl_loss": True,
 }
-# Trainer and engine are apart, as in verl's fully asynchronous trainer. The rule, steady bounds too, is from a file.
+# Trainer and engine are apart, as in verl's fully asynchronous trainer.
 APART = {
-    "+actor_rollout_ref.actor.policy_loss.rule": "tests/support/own_rules.py:Mine",
-    "+actor_rollout_ref.actor.policy_loss.rule_settings.half_life": 20,
-    "actor_rollout_ref.actor.policy_loss.search": "null",  # laptop.sh's
     "actor_rollout_ref.hybrid_engine": False,
     "actor_rollout_ref.rollout.nnodes": 1,
     "actor_rollout_ref.rollout.n_gpus_per_node": 1,
@@ -190,8 +187,7 @@ def test_verls_async_trainers_take_ratios_against_the_policy_that_generated(
     mode, settings, programs, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")  # an INFO line of verl 0.9.1's separate_async raises
-    output, steps, _ = train(programs, tmp_path, **{"trainer.v1.trainer_mode": mode}, **ASYNC, **settings)
-    assert ("verl's policy loss is bapo, rule /" in output) == (settings is APART)
+    _, steps, _ = train(programs, tmp_path, **{"trainer.v1.trainer_mode": mode}, **ASYNC, **settings)
     staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
     assert staleness[0] == 0 < max(staleness)
     assert min(step["train/offpolicy/ess"] for step in steps) < 0.998
