@@ -72,15 +72,15 @@ def test_the_quickstart_raises_held_out_accuracy_draws_moving_bounds_and_evaluat
 
 def test_the_replay_example_trains_on_stale_tokens_within_the_bound_on_two_ranks(runs):
     flags = ("--actor.num_gpus_per_node", "2", "--train.micro_batch_size", "16", "--rollout.micro_batch_size", "128")
-    _, scalars, _ = run("train_bapo_replay.sh", runs, *flags, STEPS="10", EVAL_STEPS="10")
+    _, scalars, _ = run("train_bapo_replay.sh", runs, *flags, STEPS="6", EVAL_STEPS="6")
 
     def logged(name: str) -> list[float]:
         return scalars[f"train/{name}"][1]
 
-    assert len(logged("replay/size")) == 10
+    assert len(logged("replay/size")) == 6
     assert logged("offpolicy/staleness_max")[0] == logged("replay/groups_sampled")[0] == 0
     assert 2 <= max(logged("offpolicy/staleness_max")) <= 4
-    assert sum(number > 0 for number in logged("replay/groups_sampled")) >= 5
+    assert sum(number > 0 for number in logged("replay/groups_sampled")) >= 4
     assert sum(logged("replay/groups_expired") + logged("replay/groups_exhausted")) > 0
     assert set(logged("replay/samples_dropped")) == {0}
     assert set(logged("rollout/num_samples")) == {256}  # fresh samples only
@@ -179,15 +179,15 @@ def test_walks_stray_end_on_their_goal_and_are_scored_by_where_they_go(monkeypat
 
 
 def test_the_token_budgets_example_resumes_its_long_responses_and_trains_on_what_older_policies_wrote(tmp_path):
-    small = dict(STEPS="8", EVAL_STEPS="8", BUDGET="16")
+    small = dict(STEPS="6", EVAL_STEPS="6", BUDGET="16")
     _, scalars, _ = run("train_bapo_partial_quickstart.sh", tmp_path, "--eval.n_samples_per_prompt", "1", **small)
 
     def logged(name: str) -> list[float]:
         return scalars[f"train/{name}"][1]
 
     steps, accuracy = scalars["eval/eval_remainder_pass1"]
-    assert steps == [0, 8] and 0.3 < accuracy[0] < 0.65
-    assert sum(logged("partial/started")) == 16 * 8 == sum(logged("partial/taken")) + sum(logged("partial/dropped"))
+    assert steps == [0, 6] and 0.3 < accuracy[0] < 0.65
+    assert sum(logged("partial/started")) == 16 * 6 == sum(logged("partial/taken")) + sum(logged("partial/dropped"))
     assert max(logged("offpolicy/staleness_max")) >= 1
     # The tail: most responses fit into one budget, some take several.
     assert max(logged("partial/segments_max")) >= 4 and min(logged("partial/segments_mean")) < 2
