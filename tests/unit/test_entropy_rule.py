@@ -239,6 +239,11 @@ def test_a_step_on_one_token_moves_the_entropy_as_its_quadrant_says(logits, acti
     assert [name for name, part in zip(QUADRANTS, found.tolist(), strict=True) if part] == [quadrant]
     raises = quadrant in ("positive_low", "negative_high")
     assert (found.sum() > 0) == raises == (entropy_slope(logits, advantages) > 0)
+    # A plain gradient step on the logits, for the tokens whose sign does not depend on the others' probabilities.
+    (gradient,) = torch.func.jacrev(lambda z: z.log_softmax(0)[action : action + 1])(logits)
+    if height < 0 or log_probs.argmax() == action:
+        slope = entropy_slope(logits, advantage * gradient)
+        assert abs(slope) < 1e-9 or (slope > 0) == raises
 
 
 # ---- In OpenRLHF's loss and in TRL's: the gradient of a loss says which tokens it trains on, and by how much ----

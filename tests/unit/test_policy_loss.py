@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_bapo import BapoPolicyLoss, ClipBounds, ClipConfig, find_clip_bounds
@@ -58,6 +58,19 @@ def test_equals_openrlhfs_loss_bit_for_bit_when_the_ranges_have_zero_width(seed,
     for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     assert torch.equal(*gradients)
+
+
+@given(st.integers(0, 10_000), st.sampled_from(["surrogate", "gradient"]), st.sampled_from([None, 3.0]))
+@settings(max_examples=30)
+def test_gradient_agrees_with_finite_differences_in_float64(seed, contribution, dual_clip):
+    batch = micro_batch(seed, torch.float64)
+    batch.pop("rollout_log_probs")
+    loss = BapoPolicyLoss(clip_config=ClipConfig(contribution=contribution), dual_clip=dual_clip)
+    # The bounds are constants of the update; a step of the search must not enter the difference.
+    loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
+    loss.close_update()
+    log_probs = batch.pop("log_probs")
+    assert torch.autograd.gradcheck(lambda x: loss(x, **batch)[0], log_probs, eps=1e-7, atol=1e-5)
 
 
 def test_share_weighs_tokens_as_the_aggregation_and_the_token_weight_say():

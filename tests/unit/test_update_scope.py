@@ -18,6 +18,84 @@ def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("actors"))
 
 
+# ---- The loss on its own, float64, two gloo processes against one ----
+
+LENGTHS = [[1, 2, 9, 4], [7, 1, 1, 3]]  # response tokens of every sample, by rank
+
+
+def joined_batch(contribution: str) -> tuple[dict[str, torch.Tensor], ClipConfig]:
+    """Both ranks' samples; rank 1 has no positive token, so its own search would end in the far corner."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor(LENGTHS).flatten()
+    shape = (len(lengths), 9)
+    old = -torch.rand(shape, generator=generator, dtype=torch.float64)
+    advantages = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) + 0.5
+    advantages[1::2] *= -0.3
+    advantages[4:] = -advantages[4:].abs()
+    return {
+        "log_probs": old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64),
+        "old_log_probs": old,
+        "advantages": advantages.expand(shape).contiguous(),
+        "action_mask": torch.arange(9).expand(shape) < lengths[:, None],
+    }, ClipConfig(positive_contribution_target=0.42, contribution=contribution)
+
+
+def loss_and_gradient(batch, config, micro_batch_size: int, num_tokens: int, group=None) -> tuple:
+    """One update as OpenRLHF and DeepSpeed make it: (bounds, loss summed over micro-batches, gradient)."""
+    loss_fn = BapoPolicyLoss(clip_config=config, group=group)
+    dp_size = 1 if group is None else dist.get_world_size(group)
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    parts = [
+        {name: x[i : i + micro_batch_size] for name, x in (batch | {"log_probs": log_probs}).items()}
+        for i in range(0, len(log_probs), micro_batch_size)
+    ]
+    for part in parts:
+        loss_fn.tally(*part.values())
+    loss_fn.close_update()
+    loss = sum(
+        loss_fn(**part, dp_size=dp_size, batch_num_tokens=num_tokens / len(parts))[0] / len(parts) for part in parts
+    )
+    loss.backward()
+    bounds = loss_fn.updates[0].used
+    return (float(bounds.lower), float(bounds.upper)), loss.detach(), log_probs.grad
+
+
+CASES = [(contribution, micro_batch_size) for contribution in ("surrogate", "gradient") for micro_batch_size in (4, 1)]
+
+
+def updates_of_a_rank(rank: int, num_ranks: int, port: int, _) -> dict:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    results = {}
+    for contribution, micro_batch_size in CASES:
+        batch, config = joined_batch(contribution)
+        half = {name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()}
+        num_tokens = int(batch["action_mask"].sum())
+        bounds, loss, gradient = loss_and_gradient(half, config, micro_batch_size, num_tokens, dist.group.WORLD)
+        dist.all_reduce(loss)
+        # Data-parallel training averages losses and gradients over ranks.
+        results[contribution, micro_batch_size] = bounds, float(loss) / 2, gradient / 2
+    return results
+
+
+@pytest.fixture(scope="module")
+def by_rank(directory):
+    return pipeline.run_in_ranks(directory, updates_of_a_rank, 2)
+
+
+@pytest.mark.parametrize(("contribution", "micro_batch_size"), CASES)
+def test_two_ranks_with_uneven_tokens_equal_one_process_on_the_joined_batch(by_rank, contribution, micro_batch_size):
+    batch, config = joined_batch(contribution)
+    bounds, loss, gradient = loss_and_gradient(batch, config, 8, int(batch["action_mask"].sum()))
+    start, corner = (0.6, 1.2), (config.lower_grid()[-1], config.upper_grid()[-1])
+    assert bounds not in (start, corner) or contribution == "surrogate"  # the search had a choice to make
+    (first, first_loss, first_gradient), (second, _, second_gradient) = (
+        results[contribution, micro_batch_size] for results in by_rank
+    )
+    assert first == second == bounds
+    assert first_loss == pytest.approx(float(loss), rel=1e-12)
+    torch.testing.assert_close(torch.cat([first_gradient, second_gradient]), gradient, rtol=1e-12, atol=0)
+
+
 def collectives_of_a_rank(rank: int, num_ranks: int, port: int, _) -> list[list[int]]:
     """Bytes of every all-reduce in three updates of two micro-batches, with searched bounds and with steady bounds."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
