@@ -540,7 +540,7 @@ def test_every_mean_with_an_error_of_the_earlier_runs_is_one_of_their_results():
         groups = [[run["reward"] for run in runs.values()] for runs in of_method]
         groups += [study.differences(*pair) for pair in itertools.product(of_method, repeat=2)]
         known |= {study.mean_and_error(group) for group in groups}
-    text = (FOLDER / "DETAILS.md").read_text()
+    text = " ".join((FOLDER / "DETAILS.md").read_text().split())
     reported = re.findall(r"(-?\d\.\d{3} \u00b1 \d\.\d{3})(?: \((\d+)\))?", text)
     assert len(reported) > 100 and {f"{value} ({num or 3})" for value, num in reported} <= known
 
