@@ -253,7 +253,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "rule"), RULES, ids=lambda value: str(value)[:80])
+@pytest.mark.parametrize(("settings", "rule"), RULES, ids=lambda value: None if callable(value) else str(value)[:80])
 def test_an_update_steps_along_the_policy_gradient_with_the_rules_weights(policy, stale, settings, rule):
     run, rows = walk.Run(**settings), torch.arange(20)  # not all
     t = tokens_of(policy, stale, rows)
