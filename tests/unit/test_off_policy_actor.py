@@ -60,8 +60,8 @@ def tokens(log_ratios=LOG_RATIOS, weights=None) -> list[tuple[float, float, floa
     ]
 
 
-def share(token_list) -> float:
-    positive, negative = contributions(token_list, 0.6, 1.2, "surrogate")
+def share(token_list, lower=0.6, upper=1.2, contribution="surrogate") -> float:
+    positive, negative = contributions(token_list, lower, upper, contribution)
     return positive / (positive + negative)
 
 
