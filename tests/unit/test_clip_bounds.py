@@ -56,6 +56,15 @@ def test_agrees_with_a_plain_loop_over_the_path(token_list, config):
     assert_same(find_clip_bounds(*as_tensors(token_list), config), ClipBounds(**search(token_list, config)), 1e-9)
 
 
+def test_more_tokens_than_lanes_are_all_added_up():
+    num = 1000
+    ratio, advantages = torch.ones(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
+    advantages[::4] = -1.0
+    tally = tally_contributions(ratio, advantages, torch.full((num,), 0.5), ClipConfig())
+    assert tally.sums.sum(1).tolist() == [num / 2, num / 2, num]
+    assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
+
+
 @given(tokens(), clip_configs(), st.lists(st.integers(0, 40), max_size=4), st.randoms())
 def test_split_into_tallies_and_order_do_not_matter(token_list, config, cuts, random):
     assume(not near_a_decision(token_list, config, 1e-9))

@@ -80,6 +80,28 @@ def find(token_list, config) -> ClipBounds:
     return find_clip_bounds(*as_tensors(token_list), config)
 
 
+@given(tokens(min_size=1), clip_configs(), st.floats(0.1, 1.0), averages)
+def test_a_constant_stream_is_followed_to_what_the_search_finds_on_it(token_list, config, half_life, of):
+    steady = SteadyBounds(config, SmoothingConfig(half_life, of))
+    found, before = find(token_list, config), pair(steady)
+    for _ in range(math.ceil(30 * half_life)):
+        steady.follow(tally(token_list, config))
+    balanced = not math.isnan(float(found.initial_share))
+    assert pair(steady) == pytest.approx(pair(found) if balanced else before, abs=1e-7)
+
+
+@given(tokens(min_size=1), clip_configs(), averages)
+def test_an_update_with_nothing_to_balance_changes_nothing(token_list, config, of):
+    steady = SteadyBounds(config, SmoothingConfig(3.0, of))
+    steady.follow(tally(token_list, config))
+    before = steady.state_dict()
+    found = steady.follow(tally([(1.0, 0.0, 1.0), (2.0, 1.0, 0.0)], config))
+    assert math.isnan(float(found.initial_share)) and found.reached
+    assert {name: value.tolist() for name, value in steady.state_dict().items()} == {
+        name: value.tolist() for name, value in before.items()
+    }
+
+
 @given(tokens(min_size=1), clip_configs())
 def test_measured_at_what_the_search_found_shares_and_fractions_are_the_searchs_own(token_list, config):
     found = find(token_list, config)
