@@ -1,6 +1,7 @@
 """Parses and checks a training command with OpenRLHF's own main block and our flags in it."""
 
 import argparse
+import contextlib
 import runpy
 import sys
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def run_upstream(
         start: called after OpenRLHF's checks, before it starts Ray.
         depth: how far our checks go, as in `checks.check`.
     """
-    check_flags(argv)
+    ours, file = check_flags(argv), contextlib.ExitStack()
     register()
     import ray
 
@@ -51,6 +52,7 @@ def run_upstream(
         try:
             resolve_flags(parsed, given)
             checks.check(parsed, given, depth)
+            file.close()
             if reason := find_whole_checkpoint(parsed):
                 warn(reason)
             if depth == checks.MACHINE:
@@ -70,7 +72,10 @@ def run_upstream(
     ray.is_initialized = is_initialized
     sys.argv = [UPSTREAM, *argv]
     try:
-        runpy.run_module(UPSTREAM, run_name="__main__")
+        with file:
+            if depth >= checks.FILES:
+                _start_loading(file, ours)
+            runpy.run_module(UPSTREAM, run_name="__main__")
     except AssertionError as error:
         if ray.is_initialized is not is_initialized:
             raise  # an error of the training itself
@@ -78,6 +83,14 @@ def run_upstream(
     finally:
         argparse.ArgumentParser.parse_args, sys.argv = upstream_parse_args, upstream_argv
         ray.is_initialized = upstream_is_initialized
+
+
+def _start_loading(file: contextlib.ExitStack, ours: argparse.Namespace) -> None:
+    """Load the user's Python file beside OpenRLHF's imports, which take as long, until `file` is closed."""
+    try:
+        file.enter_context(checks.loading_given(vars(ours)))
+    except FlagError as error:
+        exit_with_one_line(str(error))
 
 
 def _parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, set[str]]:

@@ -71,13 +71,12 @@ def check(args: Namespace, given: set[str], depth: int) -> None:
     _say_what_the_ratio_is_against(vars(args), nested, given)
     if depth >= FILES:
         is_training = depth == MACHINE
-        with _loading(nested.train.agent_func_path, nested.reward.remote_url):
-            _check_rows(nested, is_training)
-            _check_models(nested, is_training)
-            if is_training:
-                _check_machine(nested, vars(args))
-                _check_folders(nested)
-                _check_resume(nested)
+        _check_rows(nested, is_training)
+        _check_models(nested, is_training)
+        if is_training:
+            _check_machine(nested, vars(args))
+            _check_folders(nested)
+            _check_resume(nested)
 
 
 def _refuse_first(problems: Iterable[str]) -> None:
@@ -187,8 +186,9 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
             check_target_modules(args.ds.lora.target_modules, config)
 
 
-def _loading(agent: str | None, reward: str | None) -> contextlib.AbstractContextManager[None]:
+def loading_given(values: dict) -> contextlib.AbstractContextManager[None]:
     """Load the reward-function or agent file, if one is given; refuse a value that is neither file nor URL."""
+    agent, reward = values["train.agent_func_path"], values["reward.remote_url"]
     if agent:
         check_python_file("--train.agent_func_path", agent, "an agent file (.py)")
         return loading("--train.agent_func_path", agent, "AgentExecutor")

@@ -126,10 +126,12 @@ def _add_settings_flags(group: argparse._ArgumentGroup, name: str) -> None:
 
 
 def check_flags(argv: list[str]) -> Namespace:
-    """Return our flags, flat; a mistake in them alone exits with code 2, before OpenRLHF's slow imports."""
+    """Return our flags and the two that name a Python file, flat; a mistake exits with code 2, before slow imports."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = exit_with_one_line
     add_flags(parser, argv)
+    parser.add_argument("--train.agent_func_path")
+    parser.add_argument("--reward.remote_url")
     args = parser.parse_known_args(argv)[0]
     try:
         resolve_flags(args)

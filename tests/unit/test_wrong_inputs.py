@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -577,8 +578,17 @@ def test_a_home_that_cannot_be_written_is_refused_with_the_cache_and_its_variabl
     assert "cannot be written (" in line and line.endswith(f"allowed: another {cache}, or a HOME that can be written")
 
 
-def test_the_reward_file_is_loaded_once_beside_the_other_checks_and_ends_with_them(directory, said_by):
-    loads = directory / "loads"
+def test_the_reward_file_is_loaded_once_beside_openrlhfs_imports_and_ends_with_the_checks(
+    directory, said_by, monkeypatch
+):
+    loads, upstream = directory / "loads", arguments.runpy.run_module
+
+    def run_module(*args, **kwargs):  # OpenRLHF's imports begin when the file is loading
+        while not loads.exists() or not loads.read_text().endswith("\n"):
+            time.sleep(0.01)
+        return upstream(*args, **kwargs)
+
+    monkeypatch.setattr(arguments.runpy, "run_module", run_module)
     (directory / "reward.py").write_text(
         f"import os, time\nprint(os.getpid(), file=open({str(loads)!r}, 'a'), flush=True)\n"
         "def reward_func(queries, prompts, labels, **kwargs): ...\n"
