@@ -7,16 +7,14 @@ import sys
 
 import pipeline
 import pytest
+import study
+from study_doctor import has_fallen_apart, wrong
 from torch.utils.tensorboard import SummaryWriter
 
 from openrlhf_bapo.cli import doctor as command
 from openrlhf_bapo.cli import main
 from openrlhf_bapo.health import doctor
 from openrlhf_bapo.health.doctor import CHECKS, Finding, diagnose
-
-sys.path.append(str(pipeline.REPOSITORY / "studies/late_data"))
-import study
-from study_doctor import has_fallen_apart, wrong
 
 HEALTHY = {
     "offpolicy/updates_skipped": 0.0,
