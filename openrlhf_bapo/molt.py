@@ -17,6 +17,7 @@ import math
 import os
 import runpy
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ from openrlhf_bapo.flags.loss_flags import add_loss_flags, resolve_loss_flags
 from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError
 from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, Tokens, share_weights
-from openrlhf_bapo.rules.rule_loss import ClipRuleLoss, Timer, leave_out_nonfinite
+from openrlhf_bapo.rules.rule_loss import ClipRuleLoss, leave_out_nonfinite
 from openrlhf_bapo.rules.saved_rule import load_rule, save_rule
 from openrlhf_bapo.rules.settings import clip_rule_from_args
-from openrlhf_bapo.rules.update_windows import UpdateWindowLoader
+from openrlhf_bapo.rules.update_windows import UpdateWindowLoader, UpdateWindows
 
 MEAN_OVER = {"token-mean": "update", "seq-mean-token-mean": "sequence"}
 """Molt's aggregations that a rule supports, and the tokens of their first mean (`share_weights`)."""
@@ -104,10 +105,8 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
 class BapoPolicyTrainer(policy_actor.PolicyTrainer):
     """Molt's trainer of one rank, with the clip rule that `--policy_loss` asks for.
 
-    The rule closes an update per optimizer step, with the tally of all its micro-batches on all data-parallel ranks. A
-    rule that needs the tally first gets it as in `BapoActorTrainer` (openrlhf/actor_trainer.py): from the loss if a
-    step has one micro-batch, from Molt's recomputed log-probs in the first step on a rollout, otherwise from a forward
-    pass without gradient.
+    The rule closes an update per optimizer step (`UpdateWindows`), and knows the log-probs of the first step on a
+    rollout: Molt has just computed them.
     """
 
     actor_loss_fn: Any
@@ -117,24 +116,18 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         loss = self.actor_loss_fn
         rule = clip_rule_from_args(self.args) or FixedBounds(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
         self.actor_loss_fn = BapoPolicyLoss(loss, rule, self.strategy._get_dp_group())
-        self._is_first_update = True
-        self._ratio_forward_timers: list[Timer] = []
+        known = attrgetter("action_log_probs")
+        self._windows = UpdateWindows(self.actor_loss_fn, known, self._forward, self._tally)
         if rule.config.scope == "update":
             self.replay_buffer.update_ends = self._update_ends
-            self.replay_buffer.before_update = self._before_update
+            self.replay_buffer.before_update = self._windows.before_update
 
     def policy_train(self, kl_ctl: float) -> dict[str, float]:
         """Make Molt's pass over the replay buffer; adds `bapo/*`, `entropy/*`, `offpolicy/*` and the rule's seconds."""
-        self._is_first_update, loss = True, self.actor_loss_fn
+        self._windows.begin()
         status = super().policy_train(kl_ctl)
-        if "policy_loss" not in status:  # too few samples for an optimizer step
-            return status
-        status |= loss.take_metrics()
-        if loss.rule.searches:
-            timers, self._ratio_forward_timers = self._ratio_forward_timers, []
-            status["timing/bapo_search"] = loss.take_seconds()
-            status["timing/bapo_ratio_forward"] = sum(timer.seconds() for timer in timers)
-        return status
+        # Without policy_loss there were too few samples for an optimizer step.
+        return status | self._windows.end() if "policy_loss" in status else status
 
     def training_step(
         self,
@@ -148,9 +141,7 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         """Make Molt's training step of a micro-batch; the last one of an optimizer step closes the update."""
         status = super().training_step(experience, kl_ctl, batch_num_tokens, num_microbatches, is_optimizer_step, *args)
         if is_optimizer_step:
-            if not self.actor_loss_fn.rule.needs_tally_first:
-                self.actor_loss_fn.close_update()
-            self.actor_loss_fn.entropy_rule.close_update()
+            self._windows.after_update()
         return status
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:
@@ -160,41 +151,26 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         size = num_micro_batches if self.args.train.force_on_policy else self.strategy.accumulated_gradient
         return [(i + 1) % size == 0 for i in range(num_micro_batches)]
 
-    @torch.no_grad()
-    def _before_update(self, window: list[Experience]) -> None:
-        loss = self.actor_loss_fn
-        if not loss.rule.needs_tally_first:
-            return
-        is_first, self._is_first_update = self._is_first_update, False
-        if len(window) == 1:
-            loss.search_in_each_call()
-            return
-        for experience in window:
-            experience.to_device(torch.cuda.current_device())
-            log_probs = experience.action_log_probs
-            if not is_first or log_probs is None:
-                log_probs = self._action_log_probs(experience)
-            loss.tally(log_probs, experience.rollout_log_probs, experience.advantages, experience.action_mask)
-            if self.args.train.force_on_policy and self.replay_buffer.cpu_offload:  # the window is the whole rollout
-                experience.to_device(torch.device("cpu"))
-        loss.close_update()
-
-    def _action_log_probs(self, experience: Experience) -> torch.Tensor:
+    def _forward(self, experience: Experience) -> torch.Tensor:
         """Return log pi_theta of a micro-batch's tokens, [batch, tokens], as PolicyModelActor.forward does."""
         mm_inputs = {}
         if experience.mm_train_inputs and getattr(self.actor, "is_vlm", False):
             mm_inputs = merge_mm_train_inputs(experience.mm_train_inputs, experience.sequences.device)
         self.actor.eval()  # training_step switches back to training
-        self._ratio_forward_timers.append(timer := Timer())
-        with timer:
-            found = self.actor(
-                experience.sequences,
-                experience.action_mask,
-                experience.attention_mask,
-                routed_experts=experience.routed_experts,
-                **mm_inputs,
-            )
+        found = self.actor(
+            experience.sequences,
+            experience.action_mask,
+            experience.attention_mask,
+            routed_experts=experience.routed_experts,
+            **mm_inputs,
+        )
         return found["action_log_probs"]
+
+    def _tally(self, experience: Experience, log_probs: torch.Tensor) -> None:
+        values = log_probs, experience.rollout_log_probs, experience.advantages, experience.action_mask
+        self.actor_loss_fn.tally(*values)
+        if self.args.train.force_on_policy and self.replay_buffer.cpu_offload:  # the window is the whole rollout
+            experience.to_device(torch.device("cpu"))
 
 
 class BapoPolicyModelActor(policy_actor.PolicyModelActor.__ray_metadata__.modified_class):

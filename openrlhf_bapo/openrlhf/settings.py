@@ -35,6 +35,11 @@ def has_proximal_ratio(args: Namespace) -> bool:
     return is_decoupled(args) or (args.offpolicy.ratio_base == "recomputed" and can_be_stale)
 
 
+def reads_engine_log_probs(args: Namespace) -> bool:
+    """Say whether the loss or the metrics read the engine's log-probs beside the ratio's denominator."""
+    return has_proximal_ratio(args) or args.algo.advantage.is_correction_level != "off"
+
+
 def compares_engine(args: Namespace) -> str:
     """Return the flag and value by which the loss compares the engine's log-probs with the actor's; "" if none does."""
     off, level = args.offpolicy, args.algo.advantage.is_correction_level

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from openrlhf_bapo.openrlhf.settings import reads_engine_log_probs
+from openrlhf_bapo.openrlhf.training_pass import PassPart
 from openrlhf_bapo.rules.clip_rules import importance_ratio
 
 MAX_TOKENS = 16_384
@@ -64,8 +66,8 @@ class TokenSample:
         self.columns = columns
 
 
-class TokenDump:
-    """Samples the tokens of a `BapoActorTrainer`'s training step, from construction until `write`.
+class TokenDumps(PassPart):
+    """Samples the tokens of every N-th training step, on rank 0.
 
     Log-probs, bounds and entropy are those of the training forward. Only ratio and weight are computed again.
 
@@ -73,22 +75,26 @@ class TokenDump:
         trainer: a trainer with an off-policy feature and logged entropy.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._sample = TokenSample(MAX_TOKENS, trainer.args.train.seed + trainer.global_step)
-        self._num_samples = 0
-        self._hooks = (
-            trainer.actor.register_forward_hook(self._note_entropy),
-            trainer.actor_loss_fn.register_forward_hook(self._add, with_kwargs=True),
-        )
+    _sample: TokenSample | None = None  # of the running pass, if its tokens are dumped
+
+    def begin(self) -> None:
+        """Begin a sample, if this training step has one."""
+        trainer = self.trainer
+        if trainer.global_step % trainer.args.bapo.dump_tokens == 0 and trainer.strategy.is_rank_0():
+            self._sample = TokenSample(MAX_TOKENS, trainer.args.train.seed + trainer.global_step)
+            self._num_samples = 0
+            self._hook = trainer.actor.register_forward_hook(self._note_entropy)
 
     def _note_entropy(self, _: object, __: object, outputs: Any) -> None:
         if isinstance(outputs, tuple):  # not in the forward for the search, which returns log-probs alone
             self._entropy = outputs[1].entropy.detach()
 
-    def _add(self, loss_fn: Any, args: tuple, kwargs: dict, _: object) -> None:
+    def after_loss(self, args: tuple, kwargs: dict) -> None:
+        """Add the micro-batch's tokens to the sample."""
+        if self._sample is None:
+            return
+        loss_fn, experience, update = self.trainer.actor_loss_fn, self.trainer.experience, self.trainer.steps_taken()
         log_probs, behavior_log_probs, advantages = (x.detach() for x in args)
-        experience, update = self._trainer._experience, self._trainer._steps_taken()
         active = kwargs["action_mask"] > 0
         sample = torch.arange(len(active), device=active.device)[:, None] + self._num_samples
         self._num_samples += len(active)
@@ -104,7 +110,7 @@ class TokenDump:
             "weight": torch.ones_like(log_probs),
         }
         engines = kwargs["rollout_log_probs"]
-        if engines is not None and self._trainer._uses_engines_log_probs:
+        if engines is not None and reads_engine_log_probs(self.trainer.args):
             tokens["start_over_behavior"] = importance_ratio(behavior_log_probs, engines)
         if loss_fn.weighs_staleness:
             mask = kwargs["action_mask"]
@@ -116,31 +122,36 @@ class TokenDump:
         lower, upper = (bound[active] if bound.dim() else bound for bound in (lower, upper))
         tokens["clipped"] = torch.where(advantage > 0, ratio > upper, (advantage < 0) & (ratio < lower))
         tokens["dual_clipped"] = (advantage < 0) & (ratio > (loss_fn.dual_clip or torch.inf))
-        constants = {"global_step": self._trainer.global_step, "update": update}
+        constants = {"global_step": self.trainer.global_step, "update": update}
         columns = {name: torch.full(ratio.shape, value, dtype=torch.int32) for name, value in constants.items()}
         columns |= {name: values.cpu() for name, values in tokens.items()}
         bounds = {"clip_low": lower, "clip_high": upper}
         columns |= {name: bound.double().cpu().expand(ratio.shape).contiguous() for name, bound in bounds.items()}
         self._sample.add(columns)
 
-    def write(self) -> None:
-        """Stop sampling, and write the tokens, if there are any, to `tokens_directory`.
+    def end(self) -> dict[str, float]:
+        """Write the tokens, if there are any, to `tokens_directory`.
 
         Raises:
             OSError: if the file cannot be written.
         """
+        sample, self._sample = self._sample, None
+        if sample is None:
+            return {}
+        self._hook.remove()
+        if sample.columns:
+            self._write(sample)
+        return {}
+
+    def _write(self, sample: TokenSample) -> None:
         import pyarrow
         from pyarrow import parquet
 
-        for hook in self._hooks:
-            hook.remove()
-        if not self._sample.columns:
-            return
-        name = f"step_{self._trainer.global_step:06d}_rank{torch.distributed.get_rank()}.parquet"
-        file = tokens_directory(self._trainer.args) / name
+        name = f"step_{self.trainer.global_step:06d}_rank{torch.distributed.get_rank()}.parquet"
+        file = tokens_directory(self.trainer.args) / name
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")  # readers find complete files only
-        columns = {name: column.numpy() for name, column in self._sample.columns.items()}
+        columns = {name: column.numpy() for name, column in sample.columns.items()}
         parquet.write_table(pyarrow.table(columns), part)
         part.replace(file)
 

@@ -336,7 +336,7 @@ def num_ratio_forwards(args: Namespace, length: int) -> int:
     """Count the optimizer steps in a training step that need a forward without gradient over all their tokens first.
 
     With `--bapo.scope update`, m2 and balanced these are the steps of several micro-batches. Without replay, the first
-    step needs no forward: the same weights have just computed its log-probs (`BapoActorTrainer._before_update`). With
+    step needs no forward: the same weights have just computed its log-probs (`UpdateWindows`). With
     `--bapo.smoothing` or a half-life no step needs one. `length` is the mean number of tokens per sample.
     """
     rule = clip_rule_from_args(args)

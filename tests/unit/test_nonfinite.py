@@ -125,7 +125,7 @@ def test_an_update_whose_loss_is_not_finite_on_one_rank_is_skipped_on_all_and_le
 
 
 def checks_of_a_rank(rank: int, num_ranks: int, port: int, argument) -> list[bool]:
-    from openrlhf_bapo.openrlhf.skipped_updates import _is_finite_everywhere
+    from openrlhf_bapo.openrlhf.nonfinite import _is_finite_everywhere
 
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=num_ranks, rank=rank)
     return [_is_finite_everywhere([torch.ones(3), torch.full((2,), value if rank else 1)]) for value in argument]

@@ -538,8 +538,11 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
 
 def test_every_step_draws_its_sample_with_another_seed():
     def seed(global_step: int) -> int:
-        parts = dict(actor=torch.nn.Identity(), actor_loss_fn=torch.nn.Identity())
-        trainer = Namespace(args=Namespace(train=Namespace(seed=7)), global_step=global_step, **parts)
-        return token_dump.TokenDump(trainer)._sample._generator.initial_seed()
+        args = Namespace(train=Namespace(seed=7), bapo=Namespace(dump_tokens=1))
+        strategy = Namespace(is_rank_0=lambda: True)
+        trainer = Namespace(args=args, global_step=global_step, actor=torch.nn.Identity(), strategy=strategy)
+        dumps = token_dump.TokenDumps(trainer)
+        dumps.begin()
+        return dumps._sample._generator.initial_seed()
 
     assert seed(3) == seed(3) != seed(4)
