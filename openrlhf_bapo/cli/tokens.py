@@ -25,9 +25,10 @@ FATES = ("kept by both", "gained: only the fixed range clips", "lost: only the r
 
 # The columns that are read.
 _COLUMNS = (
-    "global_step ratio probability entropy advantage weight clipped dual_clipped clip_low clip_high staleness "
-    "optimizer_steps"
+    "global_step ratio probability entropy advantage weight rule_weight clipped dual_clipped clip_low clip_high "
+    "staleness optimizer_steps"
 ).split()
+_OPTIONAL = {"weight": 1.0, "rule_weight": np.nan}  # the value that stands for a column that a file does not have
 
 
 class TokensError(ValueError):
@@ -53,8 +54,8 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
                 table = parquet.read_table(file)
             except (OSError, pyarrow.ArrowInvalid) as error:
                 raise TokensError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
-            if "weight" not in table.column_names:  # a file from before there were weights
-                table = table.append_column("weight", pyarrow.array(np.ones(len(table), np.float32)))
+            for name in _OPTIONAL.keys() - table.column_names:
+                table = table.append_column(name, pyarrow.array(np.full(len(table), _OPTIONAL[name], np.float32)))
             if missing := [name for name in _COLUMNS if name not in table.column_names]:
                 raise TokensError(f"{file}: has no column {', '.join(missing)}; allowed: --bapo.dump_tokens' files")
             tables.append(table.select(_COLUMNS))
@@ -67,8 +68,9 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
 
     The column "fate" is an index into `FATES`, and "quadrant" into `QUADRANTS`. "entropy_change" is the token's part in
     the change of entropy that the Entropy-Clip Rule predicts (rules/entropy_rule.py), per unit of learning rate, at
-    w = r. A token of weight 0 is not trained on, whatever the ranges. Dual clip counts in both ranges, since a run with
-    a fixed range would use it too. Tokens with advantage 0, or without a finite ratio and entropy, are left out.
+    w = r, or at the weight of a rule that gives weights. A token of weight 0 is not trained on, whatever the ranges.
+    Dual clip counts in both ranges, since a run with a fixed range would use it too. Tokens with advantage 0, or
+    without a finite ratio and entropy, are left out.
     """
     # Compare in the precision of the ratio, as the loss does.
     ratio, advantage = tokens["ratio"], tokens["advantage"]
@@ -82,8 +84,12 @@ def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     # Each global step has its own mean of log pi, over samples of pi.
     step = np.unique(tokens["global_step"], return_inverse=True)[1]
     height = log_prob - (np.bincount(step, m * r * log_prob) / np.bincount(step, m * r).clip(1e-38))[step]
-    tokens["quadrant"] = 2 * (ours | (tokens["weight"] == 0)) + (height < 0)
-    tokens["entropy_change"] = -m * r * advantage * height / m.sum().clip(1e-38)
+    w = np.where(np.isnan(tokens["rule_weight"]), 1, tokens["rule_weight"])
+    is_left_out = ours | (tokens["weight"] * w == 0)
+    tokens["quadrant"] = 2 * is_left_out + (height < 0)
+    factor = np.where(np.isnan(tokens["rule_weight"]) | (w == 0), r, w)
+    tokens["entropy_change"] = -m * factor * advantage * height / m.sum().clip(1e-38)
+    tokens["weight"] = tokens["weight"] * w
     signs = {name: is_finite & (sign * advantage > 0) for name, sign in SIGNS.items()}
     return {name: {column: values[chosen] for column, values in tokens.items()} for name, chosen in signs.items()}
 
@@ -130,7 +136,7 @@ def draw(tokens: dict[str, np.ndarray], output: Path) -> None:
     signs = by_sign(tokens)
     rows = measure(signs)
     places: list[Any] = [["positive", "negative"], ["ratio", "fate"], ["quadrant", "quadrant"]]
-    if (tokens["weight"] != 1).any():
+    if any((of_sign["weight"] != 1).any() for of_sign in signs.values()):
         places.append(["staleness", "staleness"])
     figure, axes = pyplot.subplot_mosaic(places, figsize=(11, 4 * len(places)), layout="constrained")
     least = min(0.1, *(float(of_sign["probability"].min(initial=1)) for of_sign in signs.values()))
@@ -266,7 +272,7 @@ def _draw_weights(axis: Any, rows: list[dict]) -> None:
     axis.set_xticks(range(len(labels)), labels)
     axis.margins(y=0.15)
     axis.set(
-        title="weight of the loss beside the clip: --offpolicy.weight or IS correction",
+        title="weight of the loss: --offpolicy.weight, IS correction, or the rule's",
         xlabel="staleness (versions)",
         ylabel="mean weight",
     )

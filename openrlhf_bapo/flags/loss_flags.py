@@ -222,9 +222,6 @@ def _check_weights(values: dict, policy_loss: str) -> None:
     if (level := values.get("algo.advantage.is_correction_level", "off")) != "off":
         reason = f"would weigh tokens a second time; allowed with --policy_loss {policy_loss}: off"
         raise FlagError(f"--algo.advantage.is_correction_level {level}: {reason}")
-    if every := values.get("bapo.dump_tokens"):
-        allowed = f"--policy_loss ppo, bapo, m2 or divergence, not {policy_loss}, which has none"
-        raise FlagError(f"--bapo.dump_tokens {every}: shows tokens and their clip bounds; allowed with {allowed}")
 
 
 def _resolve_bapo(values: dict, given: dict) -> None:

@@ -167,7 +167,7 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
 
 def _check_dump_tokens(values: dict, policy_loss: str) -> None:
     if (every := values["bapo.dump_tokens"]) and (policy_loss == "gspo" or values["offpolicy.ratio_base"] is None):
-        allowed = "--policy_loss bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base"
+        allowed = "every --policy_loss but gspo, and with ppo only if --offpolicy.ratio_base is given"
         reason = f"needs the ratio and the staleness of each token; allowed with {allowed}; this run has {policy_loss}"
         raise FlagError(f"--bapo.dump_tokens {every}: {reason}")
 

@@ -64,6 +64,9 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             sequence), an unknown `token_weight` or level, or tapered weights with IS correction or a rule with weights.
     """
 
+    rule_weights: torch.Tensor | None
+    """[batch, actions], of the last call: w of a rule that gives weights; None with any other rule."""
+
     def __init__(
         self,
         *args: Any,
@@ -138,7 +141,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         """Return (loss, clip ratio, ppo kl, vllm kl, IS filter ratio), with the shapes of `PolicyLoss.forward`."""
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         tokens = self._tokens(log_probs, old_log_probs, advantages, mask, rollout_log_probs)
-        weights = self._set_bounds(self._in_search(tokens, rollout_log_probs), tokens)
+        weights = self.rule_weights = self._set_bounds(self._in_search(tokens, rollout_log_probs), tokens)
         if self.tapered:
             taper = self.staleness_weights(old_log_probs, rollout_log_probs, advantages, mask)
             negative = (mask > 0) & (advantages < 0)

@@ -16,6 +16,8 @@ an equal share of the fresh and of the replayed samples. A row is a token:
                            without them
     start_over_behavior    s, from which that weight follows: the ratio's denominator over the policy that generated
                            the token. Only where the loss reads both, as under the decoupled objective
+    rule_weight            w of a rule that gives weights, such as topr: the loss is -w A log pi, and has no ratio. Only
+                           with such a rule
     staleness              versions since the token was generated
     optimizer_steps        optimizer steps since the token was generated
 """
@@ -112,6 +114,8 @@ class TokenDumps(PassPart):
         engines = kwargs["rollout_log_probs"]
         if engines is not None and reads_engine_log_probs(self.trainer.args):
             tokens["start_over_behavior"] = importance_ratio(behavior_log_probs, engines)
+        if loss_fn.rule.has_weights:
+            tokens["rule_weight"] = loss_fn.rule_weights
         if loss_fn.weighs_staleness:
             mask = kwargs["action_mask"]
             tokens["weight"] = loss_fn.staleness_weights(behavior_log_probs, engines, advantages, mask)

@@ -45,7 +45,6 @@ OWN = """
 --topr.level token => : ... --policy_loss topr, not ppo
 --policy_loss m2 --bapo.preset paper => : ... --policy_loss bapo, not m2
 --policy_loss m2 --bapo.discard_saved => : ... --m2.half_life or --balanced.half_life
---policy_loss topr --bapo.dump_tokens 5 => : ... ppo, bapo, m2 or divergence, not topr
 --policy_loss bapo --bapo.smoothing -1 => --bapo.smoothing -1.0: ... allowed: 0 and above
 --policy_loss bapo --bapo.smoothing nan => : ... allowed: 0 and above
 --policy_loss bapo --bapo.smoothing inf => : ... allowed: 0 and above

@@ -185,6 +185,33 @@ def test_every_token_is_written_with_the_weight_that_its_loss_has(directory, tmp
     assert change == pytest.approx(status["entropy/predicted_change"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "weigh"),
+    [
+        (dict(policy_loss="topr", topr__level="token"), lambda r, length, scale: min(r, 1)),
+        (dict(policy_loss="topr"), lambda r, length, scale: min(r**length, 1)),
+        (dict(policy_loss="balanced", balanced__target=0.9), lambda r, length, scale: scale * min(r, 1)),
+    ],
+    ids=["topr by token", "topr by sequence", "balanced"],
+)
+def test_every_token_is_written_with_the_weight_of_a_rule_without_a_ratio(directory, tmp_path, flags, weigh):
+    found, (result,) = dump(directory, tmp_path, **flags)
+    ratio, positive = found["ratio"].astype(float), found["advantage"] > 0
+    lengths = np.bincount(found["sample"])[found["sample"]]
+    scale = result["status"].get("bapo/negative_weight", 1.0)
+    weights = [weigh(r, length, scale) for r, length in zip(ratio, lengths, strict=True)]
+    np.testing.assert_allclose(found["rule_weight"], np.where(positive, 1, weights), rtol=1e-3)
+    assert set(found["weight"]) == {1.0} and not found["clipped"].any()
+    assert (scale < 1) == (flags["policy_loss"] == "balanced")
+    rows = tokens.measure(tokens.by_sign(tokens.read_tokens(tmp_path)))
+    trained = [row for row in rows if row["by"] == "quadrant" and row["group"].endswith(", trained")]
+    change = sum(row["entropy_change"] for row in trained)
+    assert change == pytest.approx(result["status"]["entropy/predicted_change"], rel=1e-4)
+    drawn = [row["weight"] for row in rows if (row["sign"], row["by"], row["group"]) == ("negative", "staleness", "8+")]
+    assert drawn == [pytest.approx(weigh(math.exp(-0.9), 2, scale), rel=1e-3)]  # the sample of 2 tokens that is 9 late
+    tokens.draw(tokens.read_tokens(tmp_path), tmp_path / "tokens.png")
+
+
 @torch.no_grad()
 def of_the_model(directory) -> tuple[list, list]:
     """Log-probs and entropies of the eight samples under the policy before training."""
@@ -311,11 +338,11 @@ def test_ppo_logs_the_entropy_that_it_dumps_as_bapo_does(tmp_path):
         (dict(policy_loss="bapo", bapo__dump_tokens="all"), "--bapo.dump_tokens: invalid int value: 'all'"),
         (
             dict(policy_loss="ppo", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base",
+            "--bapo.dump_tokens 5: .*with ppo only if --offpolicy.ratio_base is given; this run has ppo",
         ),
         (
             dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*; this run has gspo",
+            "--bapo.dump_tokens 5: .*allowed with every --policy_loss but gspo, .*; this run has gspo",
         ),
     ],
 )
@@ -356,7 +383,7 @@ def written(
     }
     (folder / "tokens").mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), folder / f"tokens/step_{step:06d}_rank0.parquet")
-    return columns
+    return columns | {"rule_weight": np.full(num_tokens, np.nan)}
 
 
 def expected_groups(columns: dict[str, np.ndarray]) -> dict[tuple, list[tuple[float, ...]]]:
