@@ -9,7 +9,7 @@
 #   bapo           the rule of PRESET: bounds searched in each update, or averaged with PRESET=steady
 #   bapo_gradient  the same with --bapo.contribution gradient (ours)
 #   bapo_tapered   bapo on the ratio of tapered, with its weights (ours)
-#   FILE.py:CLASS, MODULE:CLASS      a rule of your own (docs/algorithm.md)
+#   FILE.py:CLASS, MODULE:CLASS, NAME   a rule of your own, or of an installed package (docs/algorithm.md)
 #   m2, divergence, topr, balanced   rules of other methods, and ours (docs/algorithm.md)
 # All methods but stock, stock_is and the tapered ones divide by the probability under the policy that generated the
 # token. All log positive share and entropy, and all but divergence, topr and balanced their bounds.
@@ -33,10 +33,18 @@ case $METHOD in
   m2 | divergence | topr | balanced) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *.py:* | *[a-z]:[A-Z]*) METHOD_FLAGS=(--policy_loss "$METHOD") ;;
   *)
-    names="grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, bapo_tapered, m2, divergence, "
-    names+="topr, balanced, FILE.py:CLASS"
-    echo "METHOD=$METHOD: allowed: $names" >&2
-    exit 2
+    # An installed package may name a rule; before the set-up there is none.
+    if .venv/bin/python -c '
+import sys
+from importlib.metadata import entry_points
+sys.exit(sys.argv[1] not in entry_points(group="openrlhf_bapo.rules").names)' "$METHOD" 2>/dev/null; then
+      METHOD_FLAGS=(--policy_loss "$METHOD")
+    else
+      names="grpo, clip_higher, static, stock, stock_is, tapered, bapo, bapo_gradient, bapo_tapered, m2, divergence, "
+      names+="topr, balanced, FILE.py:CLASS"
+      echo "METHOD=$METHOD: allowed: $names" >&2
+      exit 2
+    fi
     ;;
 esac
 METHOD_FLAGS+=(--offpolicy.ratio_base $ratio_base --actor.entropy_coef 0)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # BAPO in verl on a laptop without a GPU: verl's whole trainer, on two ranks, teaches a tiny policy to write odd digits.
-# Settings of verl may follow: bash examples/verl/laptop.sh actor_rollout_ref.actor.policy_loss.preset=steady
+# Settings of verl may follow: bash examples/verl/laptop.sh actor_rollout_ref.actor.policy_loss.preset=steady, or
+# actor_rollout_ref.actor.policy_loss.rule=examples/my_rule.py:Sapo
 # VENV=FOLDER is an environment that scripts/setup_framework.sh has made; without it, one is made in .venv-verl.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -27,9 +28,11 @@ small=(
   data.train_batch_size=16 data.max_prompt_length=8 data.max_response_length=8 data.dataloader_num_workers=0
   actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.optim.lr=1e-3
   actor_rollout_ref.rollout.max_model_len=64
-  +actor_rollout_ref.actor.policy_loss.search.contribution=gradient
-  +actor_rollout_ref.actor.policy_loss.search.positive_contribution_target=0.56 # this task's share is near a half
 )
+policy_loss=actor_rollout_ref.actor.policy_loss
+if [[ " $* " != *"policy_loss.rule="* ]]; then # this task's share is near a half
+  small+=("+$policy_loss.search.contribution=gradient" "+$policy_loss.search.positive_contribution_target=0.56")
+fi
 # What verl needs where there is no GPU; verl_cpu.py has the rest. Ray only counts the CPUs that verl asks for.
 on_cpu=(
   trainer.device=cpu trainer.n_gpus_per_node=2 +ray_kwargs.ray_init.num_gpus=2 ray_kwargs.ray_init.num_cpus=16

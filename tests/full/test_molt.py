@@ -27,16 +27,23 @@ def test_molts_cases_pass_in_its_environment(programs, tmp_path):
     assert code == 0 and "skipped" not in output.splitlines()[-1], output[-20_000:]
 
 
+def run_laptop(programs, directory, *flags: str):
+    """Run examples/molt/laptop.sh; return its folder, and the metrics of its steps by the plot's names."""
+    python = pipeline.warm_python(programs / "python", *IMPORTS, python_path=CPU)
+    run = pipeline.run_laptop("molt", python, directory, *flags)
+    scalars = plot.read_scalars(run / "tensorboard")
+    return run, {name.removeprefix("train/"): values for name, (_, values) in scalars.items()}
+
+
+def test_molts_command_trains_with_a_rule_from_a_file(programs, tmp_path):
+    flags = ("--policy_loss", "examples/my_rule.py:Sapo", "--rule.negative", "1.1", "--data.max_samples", "32")
+    _, scalars = run_laptop(programs, tmp_path, *flags)
+    assert len(scalars["reward"]) == 2 and "bapo/clip_low" not in scalars
+    assert min(scalars["bapo/positive_share"]) > 0 and "entropy/predicted_change" in scalars
+
+
 def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_that_it_finds(programs, tmp_path):
-    run = pipeline.run_laptop(
-        "molt",
-        pipeline.warm_python(programs / "python", *IMPORTS, python_path=CPU),
-        tmp_path,
-        *("--ckpt.save_steps", "4"),
-    )
-    scalars = {
-        name.removeprefix("train/"): values for name, (_, values) in plot.read_scalars(run / "tensorboard").items()
-    }
+    run, scalars = run_laptop(programs, tmp_path, "--ckpt.save_steps", "4")
     rewards = scalars["reward"]
     assert len(rewards) == 8 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.3
     # The first rollout has the weights that are trained; later ones begin before the step before them is trained.

@@ -123,8 +123,8 @@ def test_the_readmes_training_command_reads_what_its_data_command_writes(tmp_pat
 IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
-def train(programs, directory, **settings) -> tuple[str, list[dict[str, float]], Path]:
-    """Run examples/verl/laptop.sh for four steps; return its output, the metrics of its steps, and its folder.
+def train(programs, directory, num_steps=4, **settings) -> tuple[str, list[dict[str, float]], Path]:
+    """Run examples/verl/laptop.sh, for four steps by default; return its output, the metrics of its steps, and its folder.
 
     The metrics are TensorBoard's, by the plot's names: Ray may cut a long line of the log in two.
     """
@@ -132,12 +132,13 @@ def train(programs, directory, **settings) -> tuple[str, list[dict[str, float]],
         "verl",
         pipeline.warm_python(programs / "python", *IMPORTS),
         directory,
-        "trainer.total_training_steps=4",
+        f"trainer.total_training_steps={num_steps}",
         *(f"{name.replace('__', '.')}={value}" for name, value in settings.items()),
     )
     scalars = plot.read_scalars(run / "tensorboard")
-    assert scalars["training/global_step"][0] == [1, 2, 3, 4]
-    steps = [{tag: values[at.index(n)] for tag, (at, values) in scalars.items() if n in at} for n in (1, 2, 3, 4)]
+    numbers = [*range(1, num_steps + 1)]
+    assert scalars["training/global_step"][0] == numbers
+    steps = [{tag: values[at.index(n)] for tag, (at, values) in scalars.items() if n in at} for n in numbers]
     return (run / "train.log").read_text(), steps, run
 
 
@@ -154,6 +155,16 @@ def test_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs
     assert steps[-1]["train/rollout/reward_mean"] > steps[0]["train/rollout/reward_mean"] + 0.1
     saved = run / "checkpoints" / "global_step_4" / "actor"  # save_freq, and the last step
     assert sorted(file.name for file in saved.glob("model_*.pt")) == [f"model_world_size_2_rank_{n}.pt" for n in (0, 1)]
+
+
+def test_verls_trainer_trains_with_a_rule_from_a_file(programs, tmp_path):
+    rule = {"rule": "examples/my_rule.py:Sapo", "rule_settings": "{negative: 1.1}"}
+    output, steps, _ = train(
+        programs, tmp_path, 2, **{f"actor_rollout_ref.actor.policy_loss.{name}": value for name, value in rule.items()}
+    )
+    assert "my_rule.py:Sapo" in output
+    for step in steps:
+        assert step["train/bapo/positive_share"] > 0 and "train/bapo/clip_low" not in step
 
 
 ASYNC = {

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -91,7 +92,9 @@ def install(tmp_path, monkeypatch):
     return install
 
 
-def test_an_installed_packages_entry_point_names_a_rule_and_a_mistake_in_the_name_is_one_line(install, capsys):
+def test_an_installed_packages_entry_point_names_a_rule_and_a_mistake_in_the_name_is_one_line(
+    install, tmp_path, capsys
+):
     install("a_package", steadier="Mine", topr="Mine", flat="Flat")
     args = pipeline.parse(pipeline.flags(pipeline.SUPPORT, policy_loss="steadier", rule__half_life=2))
     assert args.policy_loss == "a_package:Mine" and clip_rule_from_args(args).smoothing.half_life == 2
@@ -103,6 +106,12 @@ def test_an_installed_packages_entry_point_names_a_rule_and_a_mistake_in_the_nam
         "flat": r"--policy_loss a_package:Flat: weights\(\) has the shape",
     }.items():
         assert_is_one_line(pipeline.flags(pipeline.SUPPORT, policy_loss=name), message, capsys)
+    source = 'METHOD=steadier; source scripts/method.sh; echo "${METHOD_FLAGS[@]}"'
+    path = pipeline.python_path(tmp_path / "site")
+    words = subprocess.check_output(
+        ["bash", "-c", source], cwd=pipeline.REPOSITORY, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert words.startswith("--policy_loss steadier --offpolicy.ratio_base auto")
     with pytest.raises(ValueError, match=r"clip rule 'steadyer' is unknown; .*, flat, steadier, topr, FILE.py"):
         as_clip_rule("steadyer")
 
