@@ -124,7 +124,7 @@ IMPORTS = ("torch", "transformers", "tensordict", "vllm.v1.engine.async_llm", "v
 
 
 def train(programs, directory, num_steps=4, **settings) -> tuple[str, list[dict[str, float]], Path]:
-    """Run examples/verl/laptop.sh, for four steps by default; return its output, the metrics of its steps, and its folder.
+    """Run examples/verl/laptop.sh; return its output, the metrics of its steps, and its folder.
 
     The metrics are TensorBoard's, by the plot's names: Ray may cut a long line of the log in two.
     """
