@@ -13,7 +13,7 @@ from pathlib import Path
 from openrlhf_bapo.health.metric_guide import SECTIONS
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
-HEAD = "| metric | what it is | healthy | if it is not |\n|---|---|---|---|\n"
+HEAD = "| metric | meaning | healthy | remedy |\n|---|---|---|---|\n"
 
 
 def table(section: str) -> str:
