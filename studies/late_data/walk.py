@@ -205,7 +205,8 @@ def optimize(policy: Policy, optimizer: torch.optim.Optimizer, loss: torch.Tenso
 def start_policy(run: Run, task: Walk) -> Policy:
     """Return the start policy of a task and seed: fine-tuned once until some responses are right, then kept on disk.
 
-    It is made in float64. In float32 the rounding of another kind of processor would grow into another policy.
+    It is made in float64. In float32 the rounding of another kind of processor would grow into another policy, as for
+    "detour" it does in float64 too.
     """
     file = Path(run.starts, f"{run.task}-seed{run.seed}.pt")
     if not file.exists():
