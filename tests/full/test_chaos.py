@@ -57,14 +57,10 @@ def test_steps_that_were_made_again_after_a_resume_count_once_and_those_after_th
             lambda records: records[3].update(prompts=["3 b"]),
             "10 prompts were started; 7 were trained on, 1 dropped, 1 wait",
         ),
-        (
-            lambda records: records[1]["metrics"].update({"partial/dropped": 0.0}),
-            "10 prompts were started; 8 were trained on, 0 dropped, 1 wait",
-        ),
         (lambda records: records[2].update(before=records[1]["before"]), "step 3 began with"),
         (lambda records: [record["after"].update(version=9) for record in records[3:]], "step 4 has version 9"),
     ],
-    ids=["a step", "twice", "waits", "unknown", "untrained", "uncounted", "other state", "version"],
+    ids=["a step", "twice", "waits", "unknown", "untrained", "other state", "version"],
 )
 def test_whatever_is_lost_or_twice_there_is_named(change, problem):
     records = make_records(4)

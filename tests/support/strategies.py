@@ -1,9 +1,10 @@
-"""Hypothesis strategies: search settings and sets of tokens."""
+"""Hypothesis strategies: search settings and sets of tokens; and updates of a clip rule with them."""
 
 import torch
 from hypothesis import strategies as st
 
 from openrlhf_bapo.rules.clip_config import CONTRIBUTIONS, ORDERS, TARGET_KINDS, ClipConfig
+from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, UpdateBounds
 
 
 @st.composite
@@ -50,3 +51,28 @@ def weights():
 def as_tensors(token_list, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(ratio, advantages, mask), each [num_tokens]."""
     return tuple(column.contiguous() for column in torch.tensor(token_list, dtype=dtype).reshape(-1, 3).unbind(1))
+
+
+def as_tokens(token_list) -> Tokens:
+    """Each token is a response of one token, [num_tokens, 1], with a probability at rollout that is its own."""
+    ratio, advantages, weight = (x[:, None] for x in as_tensors(token_list))
+    behavior_log_probs = -advantages.abs() / 4
+    return Tokens(behavior_log_probs + ratio.log(), behavior_log_probs, advantages, weight)
+
+
+def random_tokens(seed: int = 0, num: int = 4, dtype=torch.float64) -> Tokens:
+    """Responses of both signs in turn, [num, 12], of 1 to 12 tokens each, with ratios on both sides of every bound."""
+    generator = torch.Generator().manual_seed(seed)
+    behavior = -2 * torch.rand(num, 12, generator=generator, dtype=torch.float64)
+    log_probs = behavior + 0.7 * torch.randn(num, 12, generator=generator, dtype=torch.float64)
+    sign = torch.where(torch.arange(num) % 2 == 0, 1.0, -1.0)[:, None]
+    advantages = sign * (0.1 + 2 * torch.rand(num, 1, generator=generator, dtype=torch.float64)).expand(num, 12)
+    mask = torch.arange(12) < torch.randint(1, 13, (num, 1), generator=generator)
+    return Tokens(log_probs.to(dtype), behavior.to(dtype), advantages.to(dtype), mask.double())
+
+
+def closed(rule: ClipRule, *micro_batches: Tokens | list) -> UpdateBounds:
+    """Tally the micro-batches of an update, and close it."""
+    for each in micro_batches:
+        rule.tally(each if isinstance(each, Tokens) else as_tokens(each))
+    return rule.close_update()

@@ -1,17 +1,13 @@
 """The clip-bound search: properties first, against Algorithm 1 as a plain loop."""
 
-import functools
 import math
-import operator
 from dataclasses import replace
-from itertools import pairwise
 
 import pipeline
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import assume, example, given
-from hypothesis import strategies as st
 from reference import near_a_decision, search
 from strategies import as_tensors, clip_configs, tokens
 
@@ -65,27 +61,6 @@ def test_more_tokens_than_lanes_are_all_added_up():
     assert float(solve_clip_bounds(tally, ClipConfig()).positive_share) == 0.75
 
 
-@given(tokens(), clip_configs(), st.lists(st.integers(0, 40), max_size=4), st.randoms())
-def test_split_into_tallies_and_order_do_not_matter(token_list, config, cuts, random):
-    assume(not near_a_decision(token_list, config, 1e-9))
-    whole = find_clip_bounds(*as_tensors(token_list), config)
-    random.shuffle(token_list)
-    edges = [0, *sorted(min(cut, len(token_list)) for cut in cuts), len(token_list)]
-    parts = [tally_contributions(*as_tensors(token_list[a:b]), config) for a, b in pairwise(edges)]
-    assert_same(solve_clip_bounds(functools.reduce(operator.add, parts), config), whole, rel=1e-9)
-
-
-@given(tokens(), clip_configs(), st.lists(st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 1e300]), min_size=2))
-def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, config, garbage):
-    padding = [(value, garbage[i - 1], 0.0) for i, value in enumerate(garbage)]
-    plain = find_clip_bounds(*as_tensors(token_list), config)
-    ratio, advantage, mask = as_tensors(token_list + padding)
-    assert_same(find_clip_bounds(ratio, advantage, mask, config), plain, rel=1e-12)
-    two_dim = [x.repeat(2, 1) for x in (ratio, advantage, mask)]
-    two_dim[2][1] = 0
-    assert_same(find_clip_bounds(*two_dim, config), plain, rel=1e-12)
-
-
 @pytest.mark.parametrize("size", [1, 8, 70_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -114,15 +89,6 @@ def test_a_token_that_is_not_finite_or_weighs_less_than_0_is_refused_at_every_si
         find_clip_bounds(**given_, config=ClipConfig())
     given_["mask"][size // 2] = 0.0
     find_clip_bounds(**given_, config=ClipConfig())
-
-
-@given(tokens(), clip_configs())
-def test_float32_agrees_with_float64(token_list, config):
-    assume(not near_a_decision(token_list, config, 1e-5))
-    single, double = (
-        find_clip_bounds(*as_tensors(token_list, dtype), config) for dtype in (torch.float32, torch.float64)
-    )
-    assert_same(single, double, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -205,8 +171,6 @@ def test_presets_hold_the_published_settings_in_every_field():
         (dict(ratio_lower_max=1.1), "ratio_lower_max 1.1 .*<= 1"),
         (dict(ratio_upper_start=0.9), "ratio_upper_start 0.9 .*1 <= ratio_upper_start"),
         (dict(ratio_upper_max=1.1), "ratio_upper_(start|max) .*ratio_upper_start <= ratio_upper_max"),
-        (dict(ratio_upper_step=0.0), "ratio_upper_step 0.0 .*above 0"),
-        (dict(ratio_lower_step=-0.1), "ratio_lower_step -0.1 .*above 0"),
         (dict(contribution="sum"), "contribution 'sum' .*surrogate"),
         (dict(order="both"), "order 'both' .*upper_first"),
         (dict(target_kind="sum"), "target_kind 'sum' .*share"),
@@ -216,7 +180,6 @@ def test_presets_hold_the_published_settings_in_every_field():
         (dict(ratio_lower_step=2.998e-4), "ratio_lower_step 0.0002998 .*at least 0.0003"),
         (dict(ratio_upper_step=1.7985e-3), "ratio_upper_step 0.0017985 .*at least 0.0018"),
         (dict(ratio_lower_max=0.6, ratio_lower_step=0.0), "ratio_lower_step 0.0 .*above 0"),
-        (dict(ratio_upper_max=1.2, ratio_upper_step=-0.1), "ratio_upper_step -0.1 .*above 0"),
         (dict(scope="micro_batch", smoothing=SmoothingConfig(2.0)), "scope 'micro_batch' .*with smoothing"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import as_tensors, clip_configs, tokens
+from strategies import as_tensors, as_tokens, clip_configs, closed, random_tokens, tokens
 from test_trl import arguments
 from trl import GRPOTrainer
 
@@ -24,7 +24,6 @@ from openrlhf_bapo.rules.clip_rules import (
     SearchedBounds,
     SteadyBounds,
     Tokens,
-    UpdateBounds,
     importance_ratio,
     share_weights,
 )
@@ -51,29 +50,6 @@ RULES = {
 }
 of_every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 updates = st.lists(tokens(min_size=1, max_size=12), min_size=1, max_size=4)
-
-
-def as_tokens(token_list) -> Tokens:
-    """Each token is a response of one token, [num_tokens, 1], with a probability at rollout that is its own."""
-    ratio, advantages, weight = (x[:, None] for x in as_tensors(token_list))
-    behavior_log_probs = -advantages.abs() / 4
-    return Tokens(behavior_log_probs + ratio.log(), behavior_log_probs, advantages, weight)
-
-
-def random_tokens(dtype=torch.float64) -> Tokens:
-    """Two responses of each sign, [4, 12], of up to 12 tokens, with ratios on both sides of every bound."""
-    generator = torch.Generator().manual_seed(0)
-    behavior = -2 * torch.rand(4, 12, generator=generator, dtype=torch.float64)
-    log_probs = behavior + 0.7 * torch.randn(4, 12, generator=generator, dtype=torch.float64)
-    advantages = torch.tensor([[0.5], [1.0], [-2.0], [-0.25]], dtype=torch.float64).expand(4, 12)
-    mask = torch.arange(12) < torch.tensor([[12], [3], [7], [10]])
-    return Tokens(log_probs.to(dtype), behavior.to(dtype), advantages.to(dtype), mask)
-
-
-def closed(rule: ClipRule, *micro_batches: Tokens | list) -> UpdateBounds:
-    for each in micro_batches:
-        rule.tally(each if isinstance(each, Tokens) else as_tokens(each))
-    return rule.close_update()
 
 
 def bounds_of(rule: ClipRule) -> tuple[float, float]:
@@ -158,7 +134,7 @@ def test_values_under_a_mask_of_0_may_be_anything(make):
 @of_every_rule
 def test_float32_tokens_give_the_bounds_and_weights_of_float64(make):
     rules = make(ClipConfig()), make(ClipConfig())
-    both = random_tokens(torch.float64), random_tokens(torch.float32)
+    both = random_tokens(), random_tokens(dtype=torch.float32)
     metrics = [bounds_metrics([closed(rule, tokens_)]) for rule, tokens_ in zip(rules, both, strict=True)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, nan_ok=True)
     double, single = (rule.gradient_weights(tokens_) for rule, tokens_ in zip(rules, both, strict=True))
@@ -199,7 +175,7 @@ def test_every_rule_has_its_shares_for_every_type_and_number_of_tokens_and_the_l
 def test_an_update_with_a_value_that_is_not_finite_leaves_no_trace(make):
     first = random_tokens()
     stain = replace(first, log_probs=first.log_probs.clone())
-    stain.log_probs[2, 0] = math.nan
+    stain.log_probs[3, 0] = math.nan  # of a negative advantage: some rules give positive tokens the weight 1
     last = replace(first, log_probs=first.log_probs - 0.3)
     stained, clean = make(ClipConfig()), make(ClipConfig())
     for rule, updates_ in ((stained, (first, stain, last)), (clean, (first, last))):

@@ -19,20 +19,16 @@ openrlhf.trainer.ray.launcher BaseDistributedActor._get_free_port()
 openrlhf.trainer.ray.ppo_actor ActorPPOTrainer.ppo_train(kl_ctl)
 openrlhf.trainer.ray.ppo_actor ActorPPOTrainer.broadcast_to_vllm()
 openrlhf.trainer.ray.ppo_actor PolicyModelActor.init_model_from_pretrained(strategy)
-openrlhf.trainer.ppo_trainer BasePPOTrainer.init_checkpoint_states()
 openrlhf.trainer.ppo_trainer compute_eval_metrics(eval_dataloader, samples_list)
 openrlhf.trainer.ppo_trainer prepare_datasets(strategy, tokenizer)
-openrlhf.trainer.ppo_trainer BasePPOTrainer.broadcast_to_vllm()
 openrlhf.trainer.ppo_trainer BasePPOTrainer.ppo_train(global_steps)
 openrlhf.trainer.ppo_trainer BasePPOTrainer.save_logs_and_checkpoints(global_step)
 openrlhf.trainer.ppo_trainer BasePPOTrainer.save_best_checkpoint(eval_metrics, global_step)
 openrlhf.trainer.ppo_trainer BasePPOTrainer._compute_rollout_stats(experiences)
 openrlhf.trainer.ppo_utils.replay_buffer NaiveReplayBuffer.setup_dynamic_batch(strategy)
-openrlhf.utils.deepspeed.deepspeed DeepspeedStrategy.get_ds_train_config()
 openrlhf.utils.deepspeed.deepspeed DeepspeedStrategy.moving_average(model, model_ema, beta)
 openrlhf.utils.distributed_util stateless_init_process_group(master_address, master_port, rank, world_size, device)
 openrlhf.trainer.ray.vllm_worker_wrap WorkerWrap.update_weight(name, dtype, shape)
-openrlhf.trainer.ppo_trainer_async TrainingActor.broadcast_to_vllm()
 openrlhf.trainer.ppo_trainer_async GenerateSamplesActor.fit(episode, total_consumed_prompts)
 openrlhf.trainer.ppo_trainer_async GenerateSamplesActor.load_state_dict(state_dict)
 deepspeed.runtime.zero.partition_parameters Init._allgather_params_sequential(param_list, hierarchy)
@@ -40,21 +36,12 @@ openrlhf.trainer.ppo_utils.experience_maker RemoteExperienceMaker.make_experienc
 openrlhf.trainer.ppo_utils.experience_maker RemoteExperienceMaker._dispatch_forward(group, sync_condition)
 openrlhf.trainer.ppo_utils.experience_maker RemoteExperienceMaker._flatten_results(refs, duplicate_factor)
 openrlhf.trainer.ppo_utils.experience_maker RemoteExperienceMaker.make_experience_batch(rollout_samples)
-openrlhf.utils.seqlen_balancing get_minimum_num_micro_batch_size(total_lengths, max_tokens_per_gpu, ring_attn_size, \
-    ds_tensor_parallel_size)
-openrlhf.models.utils masked_mean(tensor, mask, dim)
 openrlhf.trainer.ppo_utils.samples_generator SamplesGenerator._process_response_into_experience(response)
 openrlhf.trainer.ppo_utils.samples_generator SamplesGenerator._generate_vllm(dataloader_iter, num_prompts, \
     dynamic_filtering)
 openrlhf.trainer.ppo_utils.samples_generator SamplesGenerator._dispatch_prompts_to_vllm(prompts, labels, images)
-openrlhf.trainer.ppo_utils.samples_generator SamplesGenerator.generate_eval_samples()
-openrlhf.trainer.ppo_utils.samples_generator SamplesGenerator.generate_samples()
 openrlhf.trainer.ppo_utils.samples_generator _collect_prompt_batch(dataloader_iter, num_prompts)
-openrlhf.trainer.ray.ppo_critic CriticPPOTrainer.ppo_train()
 openrlhf.trainer.ppo_utils.experience tensor_field(role)
-openrlhf.trainer.ppo_utils.experience make_experience_batch(items)
-openrlhf.trainer.ppo_utils.experience split_experience_batch(experience)
-openrlhf.trainer.ppo_utils.experience remove_padding_in_sequences(items)
 openrlhf.trainer.ray.vllm_engine RolloutRayActor.generate_responses(prompt, label, sampling_params, max_length, \
     hf_tokenizer, num_samples, images)
 openrlhf.trainer.ray.vllm_engine RolloutRayActor.generate(prompt_token_ids, sampling_params, multi_modal_data)
@@ -71,9 +58,7 @@ vllm.v1.engine.async_llm AsyncLLM.abort(request_id, internal)
 ray.actor _ActorClassMethodMetadata.create(modified_class, actor_creation_function_descriptor)
 ray.actor _ActorClassMethodMetadata.reset_cache()
 openrlhf.utils.loss_utils iter_grad_accum_global_norm(data_iter, strategy, accumulated_gradient)
-openrlhf.utils.vlm_utils merge_mm_train_inputs()
 openrlhf.utils.config hierarchize(args)
-transformers.modeling_utils PreTrainedModel._check_and_adjust_attn_implementation()
 vllm.model_executor.layers.utils dispatch_cpu_unquantized_gemm(layer, remove_weight)
 vllm.distributed.utils stateless_init_torch_distributed_process_group(host, port, rank, world_size)
 deepspeed.ops.op_builder.builder probe_is_compatible()
@@ -97,7 +82,7 @@ SOURCES = [
     ("openrlhf.trainer.ppo_utils.experience_maker", "self.get_advantages_and_returns(", "GAE over an agent's actions"),
     ("openrlhf.trainer.ppo_utils.length_penalty", "response_lengths = experience.response_length", "actions' lengths"),
     ("openrlhf.utils.agent", 'extra_logs=rewards_info.get("extra_logs") or {}', "why a response has no reward"),
-    ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "where OpenRLHF's own checks end"),
+    ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "where its checks end; our ray.init arguments"),
     ("openrlhf.trainer.ppo_trainer", "if global_step % self.args.ckpt.save_steps == 0:", "an interrupt's checkpoint"),
     ("openrlhf.trainer.ppo_trainer", "self.samples_generator = SamplesGenerator(", "rollouts under a token budget"),
     ("openrlhf.trainer.ppo_trainer_async", "self.samples_generator = SamplesGenerator(", "the same in async training"),
@@ -112,7 +97,6 @@ SOURCES = [
     ("openrlhf.trainer.ppo_trainer", "self.experience_maker = RemoteExperienceMaker(", "the experience maker's seam"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "num_steps = min(expected_num_steps, len(sample_lengths)", "replay"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "self.dynamic_optimizer_step = optimizer_steps", "dynamic windows"),
-    ("openrlhf.cli.train_ppo_ray", "if not ray.is_initialized():", "our ray.init arguments"),
     ("openrlhf.cli.train_ppo_ray", "args = parser.parse_args()", "our flags"),
     ("openrlhf.cli.train_ppo_ray", "from openrlhf.utils.config import hierarchize", "the plan's arguments"),
     ("openrlhf.trainer.ppo_trainer_async", "self.rollout_slots.get(block=True)", "the plan's bound on staleness"),

@@ -1,7 +1,7 @@
 """The Entropy-Clip Rule: the tally compared with a plain loop, and its prediction with true softmax policies."""
 
 import math
-from itertools import pairwise, product
+from itertools import product
 
 import pipeline
 import presets
@@ -87,10 +87,12 @@ def loop(token_list) -> list[tuple[str, str, float, bool]]:
     return found
 
 
-@given(trained_tokens())
-@example(OF_EVERY_KIND)
-def test_agrees_with_a_plain_loop_over_the_tokens(token_list):
-    found = metrics_of(token_list)
+@given(trained_tokens(), st.integers(0, 40), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 4), max_size=8))
+@example(OF_EVERY_KIND, 100, [GARBAGE[:4], GARBAGE[1:]])
+def test_agrees_with_a_plain_loop_over_the_tokens_in_two_micro_batches_one_with_garbage_under_the_mask(
+    token_list, cut, garbage
+):
+    found = metrics_of(token_list[:cut], token_list[cut:] + [(*values, 0.0) for values in garbage])
     if not any(token[4] > 0 for token in token_list):
         assert all(map(math.isnan, found.values()))
         return
@@ -108,26 +110,6 @@ def test_agrees_with_a_plain_loop_over_the_tokens(token_list):
             sign = quadrant.partition("_")[0]
             near = math.fsum(abs(part) for q, f, part, is_near in tokens if is_near and f == fate and sign in q)
             assert found[f"entropy/{quadrant}_{fate}"] == pytest.approx(expected, abs=near + rounding)
-
-
-@given(trained_tokens(min_size=1), st.lists(st.integers(0, 40), max_size=4), st.randoms())
-@example(OF_EVERY_KIND, [5, 100], None)
-def test_split_into_tallies_and_order_do_not_matter(token_list, cuts, random):
-    whole = metrics_of(token_list)
-    if random is not None:
-        random.shuffle(token_list)
-    edges = [0, *sorted(min(cut, len(token_list)) for cut in cuts), len(token_list)]
-    assert metrics_of(*(token_list[a:b] for a, b in pairwise(edges))) == pytest.approx(whole, abs=1e-6, nan_ok=True)
-
-
-@given(trained_tokens(max_size=12), st.lists(st.tuples(*[st.sampled_from(GARBAGE)] * 4), max_size=8))
-def test_padding_and_garbage_under_the_mask_do_not_matter(token_list, garbage):
-    plain = tally_entropy(*as_tensors(token_list))
-    padded = as_tensors(token_list + [(*values, 0.0) for values in garbage])
-    torch.testing.assert_close(tally_entropy(*padded), plain, rtol=1e-9, atol=1e-9)
-    two_dim = [x.repeat(2, 1) for x in padded]
-    two_dim[-1][1] = 0
-    torch.testing.assert_close(tally_entropy(*two_dim), plain, rtol=1e-9, atol=1e-9)
 
 
 def test_metrics_are_means_over_updates_and_an_update_without_tokens_does_not_count():
@@ -221,29 +203,6 @@ def test_the_prediction_is_the_slope_of_the_entropy_along_weighted_advantages_of
     trained, left_out = changes_of(logits, behavior, advantages, weight * kept.double()).sum(1).tolist()
     assert trained == pytest.approx(entropy_slope(logits, weight * advantages * kept), abs=1e-9)
     assert left_out == pytest.approx(entropy_slope(logits, advantages * ~kept), abs=1e-9)
-    eta = 1e-4  # the entropy itself, after a small step
-    change = entropy(logits + eta * weight * advantages * kept) - entropy(logits)
-    assert float(change) == pytest.approx(eta * trained, abs=400 * eta**2)
-
-
-@given(numbers, st.integers(0, NUM_ACTIONS - 1), st.sampled_from([-1.0, 1.0]))
-def test_a_step_on_one_token_moves_the_entropy_as_its_quadrant_says(logits, action, advantage):
-    log_probs = logits.log_softmax(0)
-    advantages = torch.zeros_like(logits)
-    advantages[action] = advantage
-    (found,) = changes_of(logits, logits, advantages)[:1]
-    height = float(log_probs[action] + entropy(logits))  # above the mean of log pi
-    if abs(height) < 1e-9:
-        return
-    quadrant = ("positive" if advantage > 0 else "negative") + ("_high" if height > 0 else "_low")
-    assert [name for name, part in zip(QUADRANTS, found.tolist(), strict=True) if part] == [quadrant]
-    raises = quadrant in ("positive_low", "negative_high")
-    assert (found.sum() > 0) == raises == (entropy_slope(logits, advantages) > 0)
-    # A plain gradient step on the logits, for the tokens whose sign does not depend on the others' probabilities.
-    (gradient,) = torch.func.jacrev(lambda z: z.log_softmax(0)[action : action + 1])(logits)
-    if height < 0 or log_probs.argmax() == action:
-        slope = entropy_slope(logits, advantage * gradient)
-        assert abs(slope) < 1e-9 or (slope > 0) == raises
 
 
 # ---- In OpenRLHF's loss and in TRL's: the gradient of a loss says which tokens it trains on, and by how much ----

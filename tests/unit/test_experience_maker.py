@@ -17,7 +17,6 @@ from openrlhf.trainer.ppo_utils.experience import remove_padding_in_sequences, s
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as Upstream
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
-from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
 from openrlhf_bapo.openrlhf.partial_rollouts import RolloutSamples
 from openrlhf_bapo.openrlhf.replay_checkpoint import (
@@ -82,7 +81,7 @@ def generated(maker, responses: list[dict]) -> list:
     return [generator._process_response_into_experience(response, max_len=64) for response in responses]
 
 
-def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
+def rollout(maker, num_prompts: int = 4, version: int = 0, log_prob: float = -0.5) -> list:
     """A whole rollout. Each group has lengths 1 to 4 and rewards 0 to 3, and the number of its prompt as the label."""
     return [
         sample
@@ -90,7 +89,7 @@ def rollout(maker, num_prompts: int = 4, version: int = 0) -> list:
         for sample in generated(
             maker,
             [
-                pipeline.response(length, float(length - 1), version, log_prob=-0.5) | {"label": str(prompt)}
+                pipeline.response(length, float(length - 1), version, log_prob) | {"label": str(prompt)}
                 for length in range(1, NUM_SAMPLES + 1)
             ],
         )
@@ -210,12 +209,11 @@ def test_returns_without_discount_are_those_of_openrlhfs_loop_to_the_bit(tmp_pat
     maker, generator = make_maker(tmp_path), torch.Generator().manual_seed(0)
     rewards = (torch.randn(5, 300, generator=generator) * torch.rand(5, 1, generator=generator) ** 8).to(dtype)
     mask = (torch.arange(300) < torch.tensor([[0], [1], [7], [299], [300]])).long()
-    upstream = {gamma: Upstream.get_cumulative_returns(maker, rewards, mask, gamma) for gamma in (1.0, 0.9)}
-    assert torch.equal(maker.get_cumulative_returns(rewards, mask, 0.9), upstream[0.9])
+    upstream = Upstream.get_cumulative_returns(maker, rewards, mask, 1.0)
     monkeypatch.delattr(Upstream, "get_cumulative_returns")  # the loop takes minutes on long responses
     found = maker.get_cumulative_returns(rewards, mask, 1.0)
     assert found.dtype == dtype
-    assert torch.equal(found.contiguous().view(torch.uint8), upstream[1.0].view(torch.uint8))  # also -0.0
+    assert torch.equal(found.contiguous().view(torch.uint8), upstream.view(torch.uint8))  # also -0.0
 
 
 @pytest.mark.parametrize("mask", [[1] * 6, [0, 0, 1, 1, 1, 0], [0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1]], ids=str)
@@ -246,12 +244,6 @@ def test_the_length_penalty_counts_an_agents_actions_and_not_the_tokens_between_
 
 
 # ---- replay ----
-
-
-def test_the_pool_has_the_settings_of_the_flags(tmp_path):
-    maker = make_maker(tmp_path, replay__ratio=0.5, replay__capacity=7, replay__max_reuse=3)
-    assert maker.pool.config == ReplayConfig(ratio=0.5, capacity=7, max_reuse=3)
-    assert (maker.policy_version, maker.version_offset, maker.unfinished) == (0, 0, None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -351,17 +343,11 @@ def decoupled_maker(directory, **flags):
     return maker
 
 
-def scored_rollout(maker, version: int) -> list:
-    """A rollout with log-probs of the engine that tell the versions apart."""
-    responses = [pipeline.response(n, float(n), version, log_prob=-0.5 - version / 100) for n in range(1, 5)]
-    return [sample for _ in range(4) for sample in generated(maker, responses)]
-
-
 def test_tapered_keeps_with_replayed_samples_the_behavior_log_probs_of_their_rollout(tmp_path):
     maker = decoupled_maker(tmp_path, replay__ratio=1, **TAPERED)
-    maker.make_experience_batch(scored_rollout(maker, 0))  # fresh: the actor's of version 0
+    maker.make_experience_batch(rollout(maker))  # fresh: the actor's of version 0
     publish(maker, 2)
-    samples = joined(maker.make_experience_batch(scored_rollout(maker, 2)))
+    samples = joined(maker.make_experience_batch(rollout(maker, version=2, log_prob=-0.52)))
     for sample in samples:
         tokens = sample.sequences[1:][sample.action_mask > 0].float()
         version = 2 - tokens_of(sample, "staleness")[0]
@@ -382,12 +368,12 @@ def test_decoupled_recomputes_the_denominators_of_replayed_samples_with_the_curr
     tmp_path, flags, num_batches
 ):
     maker = decoupled_maker(tmp_path, replay__ratio=1, **flags)
-    maker.make_experience_batch(scored_rollout(maker, 0))
+    maker.make_experience_batch(rollout(maker))
     kept = [sample for group in maker.pool._groups.values() for sample in group.samples]
     assert all(set(sample["behavior_log_probs"][sample["action_mask"]].tolist()) == {-0.5} for sample in kept)
     publish(maker, 2)
     maker.actor_model_group.calls.clear()
-    samples = joined(maker.make_experience_batch(scored_rollout(maker, 2)))
+    samples = joined(maker.make_experience_batch(rollout(maker, version=2, log_prob=-0.52)))
     assert len(samples) == 32
     for sample in samples:
         tokens = sample.sequences[1:][sample.action_mask > 0]
@@ -402,7 +388,7 @@ def test_decoupled_recomputes_the_denominators_of_replayed_samples_with_the_curr
 def test_decoupled_gives_every_rank_a_batch_of_a_single_replayed_group(tmp_path):
     eight = dict(actor__num_gpus_per_node=8, rollout__micro_batch_size=2, train__batch_size=16)
     maker = decoupled_maker(tmp_path, replay__ratio=1, **eight)
-    maker.make_experience_batch(scored_rollout(maker, 0))
+    maker.make_experience_batch(rollout(maker))
     group = [maker._from_pool(sample) for sample in next(iter(maker.pool._groups.values())).samples]
     publish(maker, 1)
     maker.actor_model_group.calls.clear()

@@ -2,18 +2,17 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from strategies import as_tensors
+from strategies import as_tensors, as_tokens, closed, random_tokens
 
 from openrlhf_bapo import ClipConfig
 from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
 from openrlhf_bapo.rules.clip_bounds import ContributionTally, measure_clip_bounds, tally_at_bounds
-from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, UpdateBounds
+from openrlhf_bapo.rules.clip_rules import Tokens
 from openrlhf_bapo.rules.other_rules import (
     LEVELS,
     BalancedWeights,
@@ -24,17 +23,6 @@ from openrlhf_bapo.rules.other_rules import (
 from openrlhf_bapo.rules.second_moment import solve_second_moment, tally_second_moment
 
 GRADIENT = ClipConfig(contribution="gradient")
-
-
-def as_tokens(token_list) -> Tokens:
-    """Tokens [num_tokens] whose probability at rollout is e^-1."""
-    ratio, advantages, weight = as_tensors(token_list)
-    return Tokens(ratio.log() - 1, torch.full_like(ratio, -1.0), advantages, weight)
-
-
-def closed(rule: ClipRule, token_list) -> UpdateBounds:
-    rule.tally(as_tokens(token_list))
-    return rule.close_update()
 
 
 # ---- M2PO ----
@@ -80,14 +68,6 @@ wide_tokens = st.lists(
     min_size=1,
     max_size=30,
 )
-
-
-def test_the_second_moments_tally_of_many_tokens_is_the_sum_of_its_parts():
-    generator = torch.Generator().manual_seed(0)
-    ratio, advantages = torch.randn(2, 1200, generator=generator, dtype=torch.float64)
-    tokens = ratio.exp(), advantages, torch.ones(1200)
-    parts = [tally_second_moment(*(x[start::3] for x in tokens)).sums for start in range(3)]
-    torch.testing.assert_close(tally_second_moment(*tokens).sums, sum(parts))
 
 
 @given(wide_tokens, st.sampled_from([0.001, 0.04, 0.5, 4.0]))
@@ -170,8 +150,7 @@ def test_divergences_shares_and_clip_fractions_are_those_of_its_masked_tokens():
         [(0.5, 0.4, 1.0), (0.9, 0.3, 2.0), (0.4, 0.5, -1.0), (0.1, 0.6, -2.0), (0.9, 0.2, -1.0)], dtype=torch.float64
     ).unbind(1)
     rule = DivergenceBounds(0.2)
-    rule.tally(Tokens(now.log(), behavior.log(), advantages, torch.ones(5)))
-    metrics = bounds_metrics([rule.close_update()])
+    metrics = bounds_metrics([closed(rule, Tokens(now.log(), behavior.log(), advantages, torch.ones(5)))])
     assert (metrics["bapo/clip_frac_positive"], metrics["bapo/clip_frac_negative"]) == (1 / 2, pytest.approx(1 / 3))
     ratio = (now / behavior).tolist()
     positive, negative = ratio[0], ratio[2] + ratio[4]
@@ -184,15 +163,6 @@ def test_divergences_shares_and_clip_fractions_are_those_of_its_masked_tokens():
 # ---- TOPR, and the balance ----
 
 
-def responses(seed: int, num: int = 6) -> Tokens:
-    """Responses [num, 8] of both signs, of 1 to 8 tokens each."""
-    generator = torch.Generator().manual_seed(seed)
-    random = partial(torch.rand, generator=generator, dtype=torch.float64)
-    behavior, sign = -2 * random(num, 8), torch.where(torch.arange(num) % 2 == 0, 1.0, -1.0)[:, None]
-    mask = torch.arange(8) < torch.randint(1, 9, (num, 1), generator=generator)
-    return Tokens(behavior + 2 * random(num, 8) - 1, behavior, sign * (0.1 + random(num, 1)).expand(num, 8), mask)
-
-
 def topr_weights(tokens: Tokens, level: str) -> list[list[float]]:
     """TOPR's weights as a plain loop; 0 where there is no token."""
     found = []
@@ -202,7 +172,7 @@ def topr_weights(tokens: Tokens, level: str) -> list[list[float]]:
         row = []
         length = int(mask.sum())
         of_response = math.exp(sum(log_probs[:length].tolist()) - sum(behavior[:length].tolist()))
-        for t in range(8):
+        for t in range(12):
             ratio = of_response if level == "sequence" else math.exp(log_probs[t] - behavior[t])
             row.append(0.0 if t >= length else 1.0 if advantages[t] > 0 else min(ratio, 1.0))
         found.append(row)
@@ -211,11 +181,10 @@ def topr_weights(tokens: Tokens, level: str) -> list[list[float]]:
 
 @given(st.integers(0, 10_000), st.sampled_from(LEVELS))
 def test_topr_weighs_negative_tokens_by_their_ratio_or_their_responses_up_to_1(seed, level):
-    tokens, rule = responses(seed), TaperedWeights(level)
+    tokens, rule = random_tokens(seed, num=6), TaperedWeights(level)
     expected = torch.tensor(topr_weights(tokens, level), dtype=torch.float64)
     torch.testing.assert_close(rule.weights(tokens) * tokens.weight, expected, rtol=1e-9, atol=0)
-    rule.tally(tokens)
-    metrics = bounds_metrics([rule.close_update()])
+    metrics = bounds_metrics([closed(rule, tokens)])
     assert metrics["bapo/positive_share"] == pytest.approx(share(tokens, expected))
     assert (metrics["bapo/clip_frac_positive"], metrics["bapo/clip_frac_negative"]) == (0, 0)
     assert not {"bapo/clip_low", "bapo/clip_high"} & metrics.keys()
@@ -240,9 +209,8 @@ def share(tokens: Tokens, weights: torch.Tensor) -> float:
 
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95), st.sampled_from(LEVELS))
 def test_the_balance_has_its_target_share_wherever_it_scales_negative_tokens_down(seed, target, level):
-    tokens, rule = responses(seed), BalancedWeights(target, level=level)
-    rule.tally(tokens)
-    update = rule.close_update()
+    tokens, rule = random_tokens(seed, num=6), BalancedWeights(target, level=level)
+    update = closed(rule, tokens)
     weights, tapered = rule.weights(tokens), TaperedWeights(level).weights(tokens)
     scale = float(rule.negative_weight)
     assert torch.equal(weights, torch.where(tokens.advantages > 0, tapered, scale * tapered))
@@ -261,12 +229,11 @@ def test_the_balance_with_a_half_life_scales_by_the_updates_before(half_life, se
     scale = 1.0  # of the first update
     assert not rule.needs_tally_first
     for seed in seeds:
-        tokens = responses(seed)
+        tokens = random_tokens(seed, num=6)
         tapered = TaperedWeights("token").weights(tokens)
         expected = torch.where(tokens.advantages > 0, tapered, scale * tapered)
         torch.testing.assert_close(rule.weights(tokens), expected)
-        rule.tally(tokens)
-        update = rule.close_update()
+        update = closed(rule, tokens)
         assert float(update.others["negative_weight"]) == pytest.approx(scale)
         assert float(update.used.positive_share) == pytest.approx(share(tokens, expected))
         now = sides(tokens, tapered)
@@ -279,30 +246,6 @@ def test_the_balance_of_an_update_of_one_sign_drops_what_has_no_counterpart(sign
     rule = BalancedWeights()
     closed(rule, [(1.0, sign * 1.0, 1.0)])
     assert float(rule.negative_weight) == scale
-
-
-# ---- All of them ----
-
-
-@given(st.integers(0, 10_000), st.integers(0, 6), st.booleans())
-@pytest.mark.parametrize(
-    "make",
-    [TaperedWeights, partial(BalancedWeights, level="sequence"), DivergenceBounds, SecondMomentBounds],
-)
-def test_rules_give_responses_the_same_weights_however_an_update_is_split(make, seed, cut, ranks):
-    tokens = responses(seed)
-    parts = [
-        Tokens(*(x[rows] for x in (tokens.log_probs, tokens.behavior_log_probs, tokens.advantages, tokens.weight)))
-        for rows in (slice(0, cut), slice(cut, None))
-    ]
-    whole, split, other_rank = make(), make(), make()
-    whole.tally(tokens)
-    whole.close_update()
-    split.tally(parts[0])
-    (other_rank if ranks else split).tally(parts[1])
-    split.close_update((lambda tally: tally + other_rank._sums) if ranks else None)
-    found = torch.cat([split.gradient_weights(part) for part in parts])
-    torch.testing.assert_close(found, whole.gradient_weights(tokens), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,28 +14,21 @@ import pipeline
 import pytest
 import torch
 from presets import MINE, SAPO
+from strategies import random_tokens
 
-from openrlhf_bapo import BapoPolicyLoss, Tokens
+from openrlhf_bapo import BapoPolicyLoss
 from openrlhf_bapo.flags.train_flags import add_flags
 from openrlhf_bapo.rules.other_rules import as_clip_rule, make_rule
 from openrlhf_bapo.rules.settings import clip_rule_from_args
 
 
-def stale_tokens() -> Tokens:
-    generator = torch.Generator().manual_seed(0)
-    behavior = -3 * torch.rand(4, 7, generator=generator, dtype=torch.float64)
-    log_probs = behavior + 0.5 * torch.randn(4, 7, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(4, 1, generator=generator, dtype=torch.float64).expand(4, 7).contiguous()
-    return Tokens(log_probs, behavior, advantages, (torch.arange(7) < torch.tensor([[7], [4], [2], [6]])).double())
-
-
 @pytest.mark.parametrize("settings", [{}, dict(positive=0.5, negative=2.0)])
 def test_sapos_loss_has_the_gradient_of_its_paper(settings):
-    tokens = stale_tokens()
+    tokens = random_tokens()
     log_probs = tokens.log_probs.clone().requires_grad_()
     loss = BapoPolicyLoss(rule=make_rule(SAPO, settings))
     loss(log_probs, tokens.behavior_log_probs, tokens.advantages, tokens.weight)[0].backward()
-    for i, j in itertools.product(range(4), range(7)):
+    for i, j in itertools.product(range(4), range(12)):
         t = settings.get("positive", 1.0) if tokens.advantages[i, j] > 0 else settings.get("negative", 1.05)
         ratio = math.exp(tokens.log_probs[i, j] - tokens.behavior_log_probs[i, j])
         # The paper's gate is f = 4 / t sigmoid(t (r - 1)); its slope in log pi is 4 sigma (1 - sigma) r.
@@ -64,12 +57,6 @@ def argparse_help(argv: list[str]) -> str:
     parser = argparse.ArgumentParser()
     add_flags(parser, argv)
     return parser.format_help()
-
-
-def test_an_installed_packages_class_is_a_rule_too():
-    # tests/support is in the path
-    args = pipeline.parse(pipeline.flags(pipeline.SUPPORT, policy_loss="own_rules:Mine", rule__half_life=2))
-    assert args.policy_loss == "own_rules:Mine" and clip_rule_from_args(args).smoothing.half_life == 2
 
 
 @pytest.fixture

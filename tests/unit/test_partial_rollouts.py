@@ -213,7 +213,6 @@ TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=2
         (dict(max_segments=-1), "max_segments -1 is not allowed; it must be at least 0"),
         (dict(max_staleness=-1), "max_staleness -1 is not allowed; it must be at least 0"),
         (dict(oversample=0.9), "oversample 0.9 is not allowed; it must be at least 1"),
-        (dict(oversample=math.nan), "oversample nan is not allowed; it must be at least 1"),
         (dict(oversample=math.inf), "oversample inf is not allowed; it must be at least 1"),
         (dict(on_stale="keep"), f"on_stale 'keep' is not allowed; it must be one of {ON_STALE}"),
     ],

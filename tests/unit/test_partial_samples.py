@@ -194,25 +194,14 @@ def test_as_many_groups_are_in_flight_as_oversampling_asks_for(directory):
     assert samples.unfinished is generator.pool
 
 
-def test_a_rollout_with_enough_complete_groups_stops_the_other_responses_on_every_engine(directory):
-    # 7 of the 8 groups in flight are complete after one token; the batch needs 4.
-    flags = dict(partial__oversample=2.0, partial__token_budget=16, num_prompts=8)
-    generator = make_generator(directory, lengths=[16] + [1] * 7, **flags)
-    samples, *_ = generator.generate_samples(**GENERATE)
-    assert len(samples) == 4 * NUM_SAMPLES
-    assert all(engine.is_stopping for engine in generator.vllm_engines)
-    # The next rollout's requests are not stopped: responses that were cut continue and end by themselves.
-    publish(generator)
-    last, *_ = generator.generate_samples(**GENERATE)
-    assert sorted(labels(samples) + labels(last)) == list(range(8))
-
-
-def test_responses_stop_once_enough_groups_are_complete_and_calls_go_to_the_engine_that_grows_fewest(directory):
+def test_responses_stop_on_every_engine_once_enough_groups_are_complete_and_calls_go_to_the_engine_that_grows_fewest(
+    directory,
+):
     torch.manual_seed(0)  # of the order of the prompts
     generator = make_generator(directory, 60, partial__oversample=3.0, algo__dynamic_filtering_enable=True)
     generator.args.algo.dynamic_filtering_range = (0.125, 0.5)  # drops groups, whose replacements start in mid-rollout
     growing = dict.fromkeys(generator.vllm_engines, 0)  # responses
-    events = []
+    events, num_stops = [], Counter()
 
     def observe(engine) -> None:
         grow_responses, stop_growing = engine.grow_responses.remote, engine.stop_growing.remote
@@ -233,6 +222,7 @@ def test_responses_stop_once_enough_groups_are_complete_and_calls_go_to_the_engi
         def stop() -> Ref:
             assert len(generator.pool.complete) >= 4
             events.append("stop")
+            num_stops[engine] += 1
             return stop_growing()
 
         engine.grow_responses, engine.stop_growing = Namespace(remote=grow), Namespace(remote=stop)
@@ -247,6 +237,7 @@ def test_responses_stop_once_enough_groups_are_complete_and_calls_go_to_the_engi
         dropped_after_stop += "end" in after and batch.metrics["partial/dropped_filtered"]
         events.clear()
     assert replaced and dropped_after_stop
+    assert len(num_stops) == len(growing) and len(set(num_stops.values())) == 1
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -316,15 +307,6 @@ def test_the_sampling_parameters_with_a_budget_or_a_lag_are_those_of_a_plain_rol
         generator.generate_samples(**GENERATE, **SAMPLING, min_new_tokens=5)
         publish(generator)
     assert sampled_from(generator) == [expected]
-
-
-@pytest.mark.parametrize("budget", [0, 3])
-def test_an_evaluation_is_sampled_with_its_own_parameters(directory, budget):
-    generator = make_generator(directory, partial__token_budget=budget, replay__ratio=1)
-    generator.eval_dataloader = generator.prompts_dataloader
-    generator.generate_eval_samples(**GENERATE, **SAMPLING | dict(temperature=0.3), n_samples_per_prompt=2)
-    (found,) = sampled_from(generator)
-    assert found.items() >= (SAMPLING | dict(temperature=0.3)).items()
 
 
 def test_a_finished_response_is_truncated_and_has_the_reward_of_its_tokens_so_far(directory):

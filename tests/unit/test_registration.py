@@ -1,7 +1,6 @@
 """Registration: our parts are in OpenRLHF's seams, in whichever order a process imports the modules."""
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 from openrlhf.utils.utils import get_strategy
 
 from openrlhf_bapo.openrlhf import workarounds
-from openrlhf_bapo.openrlhf.registration import HEAVY, SEAMS, in_place_of
+from openrlhf_bapo.openrlhf.registration import HEAVY, SEAMS
 
 FILES = sorted({function.split(".")[0] for _, function in SEAMS})
 IMPORTS_OURS_FIRST = """
@@ -141,19 +140,3 @@ def test_deepspeed_compiles_its_adamw_where_the_environment_asks_for_an_architec
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 10.0a+PTX")
     workarounds.compile_adam()
     assert flags == ["9.0;10.0+PTX"]
-
-
-def test_a_function_in_place_of_a_method_gets_the_method_first_and_has_its_name_and_signature():
-    class Trainer:
-        def fit(self, step: int) -> list:
-            return [step]
-
-    upstream = Trainer.fit
-
-    @in_place_of(Trainer, "fit")
-    def twice(fit, self, step):
-        assert fit is upstream
-        return fit(self, step) * 2
-
-    assert Trainer().fit(step=3) == [3, 3]
-    assert Trainer.fit.__name__ == "fit" and inspect.signature(Trainer.fit) == inspect.signature(upstream)

@@ -90,24 +90,17 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-10])
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "problem"),
     [
         ("pool.json", Path.unlink, "is missing"),
-        ("pool.json", truncate, "is damaged (it is not JSON)"),
+        ("pool.json", lambda file: os.truncate(file, 9), "is damaged (it is not JSON)"),
         ("pool.json", lambda file: file.write_bytes(b"\xff\xfe"), "is damaged (it is not JSON)"),
         ("pool.json", lambda file: file.write_text("[]"), "has format version None, but this release reads 2"),
         ("pool.json", lambda file: rewrite_json(file, format_version=1), "has format version 1, but this release"),
         ("pool.json", lambda file: rewrite_json(file, number=9), "is damaged (its checksum does not match"),
-        ("pool.json", lambda file: rewrite_json(file, sha256=None), "is damaged (its checksum does not match"),
         ("groups.safetensors", Path.unlink, "is missing"),
-        ("groups.safetensors", truncate, "is damaged (its checksum is not the one in pool.json)"),
         ("groups.safetensors", flip_a_bit, "is damaged (its checksum is not the one in pool.json)"),
-        ("groups.safetensors", lambda file: file.write_bytes(b""), "is damaged (its checksum is not the one"),
         ("groups.safetensors", lambda file: (file.unlink(), file.mkdir()), "cannot be read (Is a directory)"),
     ],
 )
@@ -220,12 +213,3 @@ def test_a_power_failure_loses_no_state_because_a_save_syncs_before_and_after_it
     assert set(calls[:synced]) == set(written)
     renamed, removed = ([], []) if is_first else ([("rename", path, old)], [("rmtree", old)])
     assert calls[synced + 1 :] == [*renamed, ("rename", part, path), ("fsync", tmp_path), *removed]
-
-
-def test_files_left_by_an_interrupted_save_do_not_get_into_the_next_one(tmp_path):
-    path, part = tmp_path / "pool", tmp_path / "pool.part"
-    part.mkdir()
-    (part / "other.safetensors").touch()
-    assert refusal(path).startswith(f"{path / 'pool.json'} is missing; ")
-    save(str(path), 4)
-    assert sorted(file.name for file in path.iterdir()) == ["groups.safetensors", "pool.json"]
