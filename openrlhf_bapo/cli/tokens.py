@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from openrlhf_bapo.flags.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
 
 FIXED = (0.8, 1.2)
@@ -31,10 +31,6 @@ _COLUMNS = (
 _OPTIONAL = {"weight": 1.0, "rule_weight": np.nan}  # the value that stands for a column that a file does not have
 
 
-class TokensError(ValueError):
-    """A user's mistake, in one line."""
-
-
 def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Read the tokens that a run has dumped, one array per column; with `step`, only those of this global step."""
     import pyarrow
@@ -42,22 +38,22 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
 
     files = {file: int(file.stem.split("_")[1]) for file in sorted(run.rglob("tokens/step_[0-9]*_rank*.parquet"))}
     if not files:
-        raise TokensError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
+        raise FlagError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
-        raise TokensError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
+        raise FlagError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
     if step is not None and step not in files.values():
-        raise TokensError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, the dumped steps")
+        raise FlagError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, the dumped steps")
     tables = []
     for file, of_step in files.items():
         if step in (None, of_step):
             try:
                 table = parquet.read_table(file)
             except (OSError, pyarrow.ArrowInvalid) as error:
-                raise TokensError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+                raise FlagError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
             for name in _OPTIONAL.keys() - table.column_names:
                 table = table.append_column(name, pyarrow.array(np.full(len(table), _OPTIONAL[name], np.float32)))
             if missing := [name for name in _COLUMNS if name not in table.column_names]:
-                raise TokensError(f"{file}: has no column {', '.join(missing)}; allowed: --bapo.dump_tokens' files")
+                raise FlagError(f"{file}: has no column {', '.join(missing)}; allowed: --bapo.dump_tokens' files")
             tables.append(table.select(_COLUMNS))
     table = pyarrow.concat_tables(tables)
     return {name: table[name].to_numpy() for name in _COLUMNS}
@@ -204,6 +200,15 @@ def _draw_entropy(axis: Any, rows: list[dict]) -> None:
     axis.legend(fontsize="small")
 
 
+def _draw_bars(axis: Any, left: Any, heights: list[float], texts: list[str], width: float, **style: str) -> None:
+    bars = axis.bar(left, heights, width * 0.92, edgecolor="black", linewidth=0.8, **style)
+    axis.bar_label(bars, texts, fontsize="small", padding=2)
+
+
+def _num_tokens(rows: list[dict]) -> list[str]:
+    return [f"{row['num_tokens']:,}" for row in rows]
+
+
 def _draw_fates(axis: Any, rows: list[dict]) -> None:
     """Draw the fate of the tokens that either range clips, in percent of all tokens of their sign."""
     width, names = 0.27, list(SIGNS)
@@ -211,10 +216,9 @@ def _draw_fates(axis: Any, rows: list[dict]) -> None:
     for place, (fate, hatch, color) in enumerate(looks):
         of_fate = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, fate)]
         left = np.arange(len(names)) + (place - 1) * width
-        style = {"hatch": hatch, "color": color, "edgecolor": "black", "linewidth": 0.8}
-        bars = axis.bar(left, [100 * row["fraction"] for row in of_fate], width * 0.92, label=fate, **style)
+        percents = [100 * row["fraction"] for row in of_fate]
         texts = [f"{row['num_tokens']:,}" + f"\nH {row['entropy']:.2f}" * (row["num_tokens"] > 0) for row in of_fate]
-        axis.bar_label(bars, texts, fontsize="small", padding=2)
+        _draw_bars(axis, left, percents, texts, width, label=fate, hatch=hatch, color=color)
     kept = [row for sign in names for row in rows if (row["sign"], row["group"]) == (sign, FATES[0])]
     texts = [f"{row['sign']} advantage\nkept by both: {row['fraction']:.1%}\nH {row['entropy']:.2f}" for row in kept]
     axis.set_xticks(range(len(names)), texts)
@@ -228,16 +232,9 @@ def _draw_quadrants(axis: Any, rows: list[dict]) -> None:
     heights, width = ("high", "low"), 0.4
     for place, (fate, color) in enumerate((("trained", "0.4"), ("left out", "white"))):
         of_fate = [row for row in rows if row["group"].endswith(fate)]
-        bars = axis.bar(
-            np.arange(len(of_fate)) + (place - 0.5) * width,
-            [row["entropy_change"] for row in of_fate],
-            width * 0.92,
-            label={"trained": "tokens trained on", "left out": "tokens left out, as if trained on"}[fate],
-            color=color,
-            edgecolor="black",
-            linewidth=0.8,
-        )
-        axis.bar_label(bars, [f"{row['num_tokens']:,}" for row in of_fate], fontsize="small", padding=2)
+        left, changes = np.arange(len(of_fate)) + (place - 0.5) * width, [row["entropy_change"] for row in of_fate]
+        label = {"trained": "tokens trained on", "left out": "tokens left out, as if trained on"}[fate]
+        _draw_bars(axis, left, changes, _num_tokens(of_fate), width, label=label, color=color)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set_xticks(
         range(len(SIGNS) * len(heights)),
@@ -258,16 +255,9 @@ def _draw_weights(axis: Any, rows: list[dict]) -> None:
     labels, width = list(STALENESS_BUCKETS), 0.4
     for place, (sign, color) in enumerate(zip(SIGNS, ("0.4", "white"), strict=True)):
         of_sign = [row for row in rows if row["sign"] == sign and row["num_tokens"]]
-        bars = axis.bar(
-            [labels.index(row["group"]) + (place - 0.5) * width for row in of_sign],
-            [row["weight"] for row in of_sign],
-            width * 0.92,
-            label=f"{sign} advantage",
-            color=color,
-            edgecolor="black",
-            linewidth=0.8,
-        )
-        axis.bar_label(bars, [f"{row['num_tokens']:,}" for row in of_sign], fontsize="small", padding=2)
+        left = [labels.index(row["group"]) + (place - 0.5) * width for row in of_sign]
+        weights = [row["weight"] for row in of_sign]
+        _draw_bars(axis, left, weights, _num_tokens(of_sign), width, label=f"{sign} advantage", color=color)
     axis.axhline(1, color="black", linestyle=":", linewidth=1)
     axis.set_xticks(range(len(labels)), labels)
     axis.margins(y=0.15)
@@ -310,7 +300,7 @@ def main(argv: list[str]) -> None:
         draw(tokens, output)
         if args.csv:
             _write_csv(measure(by_sign(tokens)), args.csv)
-    except TokensError as error:
+    except FlagError as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: cannot be written ({error.strerror}); allowed: a file's path")

@@ -115,16 +115,21 @@ def check_rows(
         raise FlagError(f"{where}: has no rows; allowed: a JSONL file with at least one row")
     for place, row in rows:
         check_row(row, f"{where}: {place}", keys)
-        flag, key = next(iter(keys.items()))
-        if not isinstance(row[key], str | list if apply_chat_template else str) or not row[key]:
-            raise _wrong_input(f"{where}: {place}", flag, key, row[key], apply_chat_template)
+    input_key = next(iter(keys.values()))
+    _check_inputs(((place, row[input_key]) for place, row in rows), where, keys, apply_chat_template)
     return None
 
 
-def _wrong_input(where: str, flag: str, key: str, value: object, apply_chat_template: bool) -> FlagError:
-    allowed = "a text, or a list of messages" if apply_chat_template else "a text"
-    start = json.dumps(value, default=str)[:40]
-    return FlagError(f"{where} has {key!r} {start}; allowed for {flag}: {allowed}, not empty")
+def _check_inputs(
+    inputs: Iterable[tuple[str, Any]], where: str, keys: dict[str, str], apply_chat_template: bool
+) -> None:
+    """Refuse a (place, input) that is empty, or neither a text nor, with a chat template, a list of messages."""
+    for place, value in inputs:
+        if not isinstance(value, str | list if apply_chat_template else str) or not value:
+            flag, key = next(iter(keys.items()))
+            allowed = "a text, or a list of messages" if apply_chat_template else "a text"
+            start = json.dumps(value, default=str)[:40]
+            raise FlagError(f"{where}: {place} has {key!r} {start}; allowed for {flag}: {allowed}, not empty")
 
 
 def count_rows(file: Path) -> int | None:
@@ -206,31 +211,15 @@ def _check_directory(
 
 
 def _check_table(table: _Table, where: str, keys: dict[str, str], apply_chat_template: bool) -> None:
-    from pyarrow import compute, types
-
     names, num_rows, columns = table
     if not num_rows:
         raise FlagError(f"{where}: has no rows; allowed: a file with at least one row")
     if (twice := _repeated(names)) is not None:
         raise FlagError(f"{where}: its table has the column {twice!r} twice; allowed: once")
     check_row(dict.fromkeys(names), f"{where}: its table", keys)
-    flag, key = next(iter(keys.items()))
-    number = 1
-    for part in columns(key):
-        if types.is_dictionary(part.type):
-            part = part.dictionary_decode()
-        if types.is_string_view(part.type):
-            part = part.cast("large_string")
-        is_text = types.is_string(part.type) or types.is_large_string(part.type)
-        is_list = types.is_list(part.type) or types.is_large_list(part.type)
-        if is_text or (is_list and apply_chat_template):
-            lengths = compute.binary_length(part) if is_text else compute.list_value_length(part)
-            place = compute.index(compute.fill_null(compute.equal(lengths, 0), True), True).as_py()
-        else:
-            place = 0 if len(part) else -1
-        if place >= 0:
-            raise _wrong_input(f"{where}: row {number + place}", flag, key, part[place].as_py(), apply_chat_template)
-        number += len(part)
+    values = (value for part in columns(next(iter(keys.values()))) for value in part.to_pylist())
+    inputs = ((f"row {number}", value) for number, value in enumerate(values, start=1))
+    _check_inputs(inputs, where, keys, apply_chat_template)
 
 
 def check_row(row: object, where: str, keys: dict[str, str]) -> None:

@@ -1,1 +1,1 @@
-"""What a run's metrics mean: the guide, and the doctor, which looks for trouble in them."""
+"""The doctor, which looks for trouble in a run's metrics."""

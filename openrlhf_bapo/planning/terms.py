@@ -22,7 +22,6 @@ activations of a LoRA adapter (its rank per token and adapted weight), mixture o
 All counts are integers: bytes, tokens, parameters. bf16 and fp16 have 2 bytes.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 PROCESS_BYTES = 2**30
@@ -49,24 +48,6 @@ class Phase:
     def total(self) -> int:
         """Bytes of all terms."""
         return sum(term.bytes for term in self.terms)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The largest phase of a GPU, which decides whether the GPU is large enough."""
-
-    phase: Phase
-    overflow: int
-    """Bytes that the phase needs beyond the GPU; negative: bytes left."""
-    largest: tuple[Term, ...]
-    """The phase's largest terms, the largest first."""
-
-
-def check_fit(phases: Iterable[Phase], gpu_bytes: int, num_largest: int = 3) -> Fit:
-    """Compare the largest of a GPU's phases with its `gpu_bytes`."""
-    phase = max(phases, key=lambda phase: phase.total)
-    by_size = sorted(phase.terms, key=lambda term: term.bytes, reverse=True)
-    return Fit(phase, phase.total - gpu_bytes, tuple(by_size[:num_largest]))
 
 
 def divide_up(numerator: int, denominator: int) -> int:

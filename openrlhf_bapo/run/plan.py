@@ -25,7 +25,7 @@ from openrlhf_bapo.planning.engine_memory import (
     kv_cache,
 )
 from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
-from openrlhf_bapo.planning.terms import Phase, Term, check_fit
+from openrlhf_bapo.planning.terms import Phase, Term
 from openrlhf_bapo.planning.time import rollout_seconds, step_flops
 from openrlhf_bapo.rules.settings import clip_rule_from_args
 
@@ -159,12 +159,13 @@ def _plan_memory(plan: Plan, args: Namespace, shape: ModelShape, machine: Machin
     if args.replay.ratio:
         plan.host.append(_full_pool(args))
     for gpu, phases in plan.phases.items():
-        fit = check_fit(phases, gpu_bytes)
-        if fit.overflow > 0:
-            largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in fit.largest)
+        phase = max(phases, key=lambda phase: phase.total)
+        if phase.total > gpu_bytes:
+            terms = sorted(phase.terms, key=lambda term: term.bytes, reverse=True)
+            largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in terms[:3])
             plan.problems.append(
-                f"{gpu} needs {fit.phase.total / GIB:.1f} GiB of {machine.gpu_memory:g} in the phase "
-                f"{fit.phase.name!r} (largest: {largest} GiB); {REMEDIES[fit.phase.name]}"
+                f"{gpu} needs {phase.total / GIB:.1f} GiB of {machine.gpu_memory:g} in the phase "
+                f"{phase.name!r} (largest: {largest} GiB); {REMEDIES[phase.name]}"
             )
 
 

@@ -45,6 +45,7 @@ def directory(tmp_path_factory) -> Path:
     reward = (directory / "reward.py").read_text()
     failing = f"    assert labels != ['{UNGRADED_LABEL}'], 'no grade'\n    rewards ="
     (directory / "reward.py").write_text(reward.replace("    rewards =", failing))
+    (directory / "broken.py").write_text("def reward_func(:\n")
     return directory
 
 
@@ -239,9 +240,7 @@ WRONG_FLAGS = [
     ({"top_p": 0}, "--top_p 0.0: "),
     ({"max_problems": 0}, "--max_problems 0: "),
     ({"reward": "missing.py"}, "--reward missing.py: no such file; allowed: "),
-    ({"reward": "nonsense"}, "--reward nonsense: allowed: a reward-function file (.py), or HTTP URLs"),
-    ({"reward": "http://a/get_reward,nonsense"}, "--reward http://a/get_reward,nonsense: allowed: "),
-    ({"reward": "ftp://a/get_reward"}, "--reward ftp://a/get_reward: allowed: "),
+    ({"reward": "broken.py"}, "--reward broken.py: cannot be loaded (SyntaxError"),
     ({"data": ["missing.jsonl"]}, "--data missing.jsonl: "),
     ({"data": ["sums.jsonl", "./sums.jsonl"]}, "is given twice"),
     ({"input_key": "question"}, "line 1 has no key 'question'; allowed for --input_key: one of input, label"),
@@ -267,8 +266,6 @@ def test_a_mistake_ends_in_one_line_before_anything_is_written(
     [
         ("", "has no problem"),
         ('{"input": "1+1=", "label": "2"}\n\n{"input": "1+1="}\n', "line 3 has no key 'label'"),
-        ('{"input": "1+1=", "label": "2"}\n{"input": \n', "line 2 is not JSON"),
-        ('["1+1="]\n', "line 1 is not a JSON object"),
         (json.dumps({"input": "1" * 128, "label": "2"}), "has 128 tokens; allowed: fewer than the model's 128"),
         ('{"input": ["1+1="], "label": "2"}\n', "'input' is a list; allowed without chat template: a string"),
     ],
@@ -301,24 +298,6 @@ def test_a_resume_with_changed_files_is_refused(directory, tmp_path, capsys, cha
     out = begin(copy, tmp_path)
     (copy / changed).write_text((copy / changed).read_text() + "\n")
     assert_refused(flags(copy, out=out), f"--{flag} ", capsys)
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("import sys\nsys.stderr.buffer.write(b'\\xff!')\nsys.exit(1)", "\ufffd!"),
-        ("import os\nos.kill(os.getpid(), 9)", "it exits with -9"),
-    ],
-    ids=["no text", "killed"],
-)
-def test_a_reward_file_that_cannot_be_loaded_is_refused_before_anything_is_written(
-    directory, tmp_path, capsys, content, message
-):
-    file = tmp_path / "reward.py"
-    file.write_text(content)
-    argv = flags(directory, out=tmp_path / "new", reward=file)
-    assert_refused(argv, f"--reward {file}: cannot be loaded ({message}", capsys)
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_reward_file_may_start_threads_and_processes_and_print(tmp_path):

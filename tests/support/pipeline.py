@@ -182,14 +182,17 @@ def parse(argv: list[str]) -> Namespace:
     return arguments.parse(argv)
 
 
-def refusal(argv: list[str], capsys) -> str:
-    """Assert that the flags are refused, and return the last line of what is said."""
+def refusal(argv: list, capsys, command: Callable[[list[str]], object] = parse) -> str:
+    """Assert that a command ends with code 2 and says one line alone, on stderr; return it without our name."""
     import pytest
 
+    capsys.readouterr()
     with pytest.raises(SystemExit) as exit_:
-        parse(argv)
-    assert exit_.value.code == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
+        command([str(argument) for argument in argv])
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert (exit_.value.code, said.out) == (2, "") and line.startswith("openrlhf-bapo: "), said
+    return line.removeprefix("openrlhf-bapo: ")
 
 
 def make_experience(lengths: list[int], seed: int = 0, positive=None) -> list:

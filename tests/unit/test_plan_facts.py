@@ -70,19 +70,10 @@ def test_gradients_in_float32_take_4_bytes_by_either_name(directory):
     ],
 )
 def test_a_machine_that_cannot_be_is_one_line(flag, value, allowed, capsys):
-    with pytest.raises(SystemExit) as end:
-        plan.main([f"--plan.{flag}", value])
-    assert end.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"openrlhf-bapo: --plan.{flag} {float(value)}: allowed: {allowed}"
+    line = pipeline.refusal([f"--plan.{flag}", value], capsys, plan.main)
+    assert line == f"--plan.{flag} {float(value)}: allowed: {allowed}"
 
 
 def test_a_plan_in_fp32_is_refused_because_its_bytes_are_those_of_gpus(directory, capsys):
-    with pytest.raises(SystemExit) as end:
-        plan.main(pipeline.flags(directory, ds__param_dtype="fp32"))
-    assert end.value.code == 2
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .endswith("--ds.param_dtype fp32: is for CPUs, and the plan is for GPUs; allowed: bf16, fp16")
-    )
+    line = pipeline.refusal(pipeline.flags(directory, ds__param_dtype="fp32"), capsys, plan.main)
+    assert line == "--ds.param_dtype fp32: is for CPUs, and the plan is for GPUs; allowed: bf16, fp16"

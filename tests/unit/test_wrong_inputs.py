@@ -63,6 +63,11 @@ FLAGS = r"""
 ~reward.remote_url --reward.model_name_or_path /nowhere/reward,{d}/model
     => --reward.model_name_or_path /nowhere/reward: no such folder
 """
+WITH_GPUS = """
+--ds.param_dtype fp32 => : is for CPUs; allowed with GPUs: bf16, fp16
+--ds.attn_implementation flash_attention_2 => : needs the package flash-attn ... sdpa, eager
+--ds.packing_samples => --ds.attn_implementation sdpa: needs the package flash-attn ... for --ds.packing_samples
+"""
 ON_THE_CPU = "vllm.tensor_parallel_size ds.tensor_parallel_size ds.ring_attn_size".split()
 
 
@@ -174,22 +179,15 @@ def index(**content):
     return change
 
 
-def checkpoint(latest: str | None, flags: str = "", prefix: str = ""):
-    """A fault: a resume from a folder with this in its file `latest`, and optimizer files with this prefix."""
+def checkpoint(flags: str, prefix: str = ""):
+    """A fault: a command beside a checkpoint whose optimizer files have this prefix."""
 
     def fault(directory: Path, _) -> str:
         pipeline.make_checkpoint(directory / "ckpt/_actor/global_step2", zero_stage=2, prefix=prefix)
-        if latest is not None:
-            (directory / "ckpt/_actor/latest").write_text(latest)
-        return f"--ckpt.load_enable {flags}"
+        (directory / "ckpt/_actor/latest").write_text("global_step2")
+        return flags
 
     return fault
-
-
-def cut_off(directory: Path, monkeypatch) -> str:
-    resume = checkpoint("global_step2")(directory, monkeypatch)
-    os.truncate(directory / "ckpt/_actor/global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt", 100)
-    return resume
 
 
 def on_two_gpus(flags: str):
@@ -203,7 +201,7 @@ def on_two_gpus(flags: str):
     return fault
 
 
-def saved_pool(flags: str = ""):
+def saved_pool(flags: str):
     """A fault: a resume with other settings than those that the pool was saved with."""
 
     def fault(directory: Path, monkeypatch) -> str:
@@ -214,15 +212,9 @@ def saved_pool(flags: str = ""):
         before = pipeline.parse(pipeline.flags(directory, replay__ratio=1))
         state = {"policy_version": 2, "steps_by_version": [0, 1, 2]}
         pool.save(directory / "ckpt/_replay/global_step2", state, _replay_fingerprint(before))
-        return checkpoint("global_step2", f"--replay.ratio 1 {flags}")(directory, monkeypatch)
+        return checkpoint(f"--ckpt.load_enable --replay.ratio 1 {flags}")(directory, monkeypatch)
 
     return fault
-
-
-def damaged_pool(directory: Path, monkeypatch) -> str:
-    resume = saved_pool()(directory, monkeypatch)
-    os.truncate(directory / "ckpt/_replay/global_step2/groups.safetensors", 100)
-    return resume
 
 
 def ray_address(value: str):
@@ -315,6 +307,8 @@ REWARDS = [
     ("(ModuleNotFoundError: No module named 'no_such_module')", "import no_such_module\n"),
     ("(TypeError: reward_func is not a function)", "reward_func = 3\n"),
     ("wrong.py: cannot be loaded (it exits with 0)", "exit(0)\n"),
+    ("wrong.py: cannot be loaded (it exits with -9)", "import os\nos.kill(os.getpid(), 9)\n"),
+    ("wrong.py: cannot be loaded (\ufffd!)", "import sys\nsys.stderr.buffer.write(b'\\xff!')\nsys.exit(1)\n"),
 ]
 # What is said of an agent's file, and its content.
 AGENTS = [
@@ -365,26 +359,12 @@ FAULTS = [
         "--ckpt.load_enable: --ckpt.path ... has no checkpoint in ",
         lambda directory, _: (directory / "ckpt/_actor").mkdir(parents=True) or "--ckpt.load_enable",
     ),
-    (
-        "--ckpt.load_enable: no checkpoint of --ckpt.path ... zero_pp_rank_0_mp_rank_00_optim_states.pt is cut off",
-        cut_off,
-    ),
-    ("--ds.param_dtype fp32: ... global_step2 is in bf16; allowed: bf16", checkpoint("global_step2", prefix="bf16_")),
+    ("--ds.param_dtype fp32: ... is in bf16; allowed: bf16", checkpoint("--ckpt.load_enable", prefix="bf16_")),
     (
         "--ds.param_dtype bf16: ... global_step2 is in fp16 or fp32; allowed: fp16 or fp32",
-        checkpoint("global_step2", "--ds.param_dtype bf16"),
+        checkpoint("--ckpt.load_enable --ds.param_dtype bf16"),
     ),
-    ("--ds.param_dtype fp32: is for CPUs; allowed with GPUs: bf16, fp16", on_two_gpus("--ds.param_dtype fp32")),
-    (
-        "--ds.attn_implementation flash_attention_2: needs the package flash-attn ... sdpa, eager",
-        on_two_gpus("--ds.attn_implementation flash_attention_2"),
-    ),
-    (
-        "--ds.attn_implementation sdpa: needs the package flash-attn ... for --ds.packing_samples",
-        on_two_gpus("--ds.packing_samples"),
-    ),
-    ("_replay/global_step2 ... --replay.discard_saved", checkpoint("global_step2", "--replay.ratio 1")),
-    ("groups.safetensors is damaged ... --replay.discard_saved", damaged_pool),
+    *((said, on_two_gpus(flags)) for flags, said in refusals.rows(WITH_GPUS)),
     (
         "--algo.advantage.estimator 'group_norm', but this run has --algo.advantage.estimator 'rloo' ... discard_saved",
         saved_pool("--algo.advantage.estimator rloo"),
@@ -475,12 +455,7 @@ WARNINGS = [
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
-    ("resumes global_step2, because ", checkpoint(None)),
-    ("ckpt/_actor/latest names 'global_step4', which does not exist", checkpoint("global_step4")),
-    (
-        "has checkpoints, but without --ckpt.load_enable the run ignores them",
-        lambda *where: checkpoint("global_step2")(*where) and "",
-    ),
+    ("has checkpoints, but without --ckpt.load_enable the run ignores them", checkpoint("")),
     ("its tokenizer has no EOS token", model(tokens_of_a_llama(eos_token=None))),
     ("has 17 tokens, its model 9", model(edit("config.json", vocab_size=9))),
     (
@@ -634,10 +609,8 @@ def test_critic_and_reward_model_have_gpus_of_their_own_where_they_share_them(di
 def test_an_evaluation_refuses_the_same_models(directory, capsys, said, change):
     change(directory / "model")
     files = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", directory / "out"]
-    with pytest.raises(SystemExit) as exit_:
-        evaluate.main([*map(str, files)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and line.startswith("openrlhf-bapo: --model ") and said in line
+    line = pipeline.refusal(files, capsys, evaluate.main)
+    assert line.startswith("--model ") and said in line
     assert not (directory / "out").exists()
 
 
