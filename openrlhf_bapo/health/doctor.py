@@ -15,27 +15,25 @@ Scalars = Mapping[str, tuple[list[int], list[float]]]
 """Steps and values by the metric's name without "train/"."""
 
 REMEDIES = {
-    "offpolicy/updates_skipped": "a lower learning rate; `--bapo.max_skipped_updates` ends a run with too many in a "
-    "row",
-    "offpolicy/nonfinite_tokens": "rewards or engines return NaN: check them",
-    "offpolicy/ess": "below 0.85 (runs where PPO fell apart had 0.6 to 0.93): a lower learning rate, fewer updates per "
-    "rollout, a shorter queue, a smaller `--replay.max_staleness`",
+    "offpolicy/updates_skipped": "a lower learning rate; `--bapo.max_skipped_updates` ends the run",
+    "offpolicy/nonfinite_tokens": "check whether rewards or engines return NaN",
+    "offpolicy/ess": "below 0.85: a lower learning rate, fewer updates per rollout, a shorter queue, a smaller "
+    "`--replay.max_staleness`",
     "offpolicy/weight_negative": "below 0.1: stale responses hardly teach what to avoid; less staleness, or "
     "`--offpolicy.weight_level token`",
-    "offpolicy/ratio_max": "above 20: `--actor.dual_clip 3` limits negative tokens with a large ratio",
+    "offpolicy/ratio_max": "above 20: `--actor.dual_clip 3` limits the tokens with $A < 0$",
     "offpolicy/engine_mismatch": "growing: engine and actor differ by more than rounding; give both the same "
-    "precision, or take the ratio against the engine (`--offpolicy.ratio_base rollout`)",
-    "bapo/clip_low": "always at the start of the search: the target is met without a raise, raise the target; always "
-    "in the far corner: the target cannot be met, lower it, widen the ranges, or use `gradient`",
+    "precision, or `--offpolicy.ratio_base rollout`",
+    "bapo/clip_low": "always at the start of the search: raise the target; always in the far corner: lower it, widen "
+    "the ranges, or use `gradient`",
     "bapo/clip_frac_negative": "above 0.25: a lower learning rate or fewer updates per rollout",
-    "bapo/clip_frac_positive": "above 0.1, as in runs where PPO fell apart: a lower learning rate or fewer updates per "
-    "rollout",
+    "bapo/clip_frac_positive": "above 0.1: a lower learning rate or fewer updates per rollout",
     "reward_fault/dropped": "read the reward's log; `--reward_fault.*`",
     "replay/samples_dropped": "batch sizes that divide without a remainder",
     "replay/groups_expired": "expired before they are sampled: a larger `--replay.max_staleness`, a smaller capacity",
     "partial/waiting": "growing: a larger `--partial.token_budget`",
     "partial/in_flight": "growing: a larger `--partial.token_budget`",
-    "timing/bapo_search": "growing with the ranks: one of them is slower than the others",
+    "timing/bapo_search": "growing with the ranks: one is slow",
 }
 """Remedies by metric, as in the last column of docs/metrics.md."""
 

@@ -78,10 +78,9 @@ def test_verls_trainer_learns_on_two_ranks_between_bounds_that_it_finds(programs
 
 
 def test_verls_trainer_trains_with_a_rule_from_a_file(programs, tmp_path):
-    rule = {"rule": "examples/my_rule.py:Sapo", "rule_settings": "{negative: 1.1}"}
-    output, steps, _ = train(
-        programs, tmp_path, 2, **{f"actor_rollout_ref.actor.policy_loss.{name}": value for name, value in rule.items()}
-    )
+    policy_loss = "actor_rollout_ref.actor.policy_loss"
+    rule = {f"{policy_loss}.rule": "examples/my_rule.py:Sapo", f"+{policy_loss}.rule_settings": "{negative: 1.1}"}
+    output, steps, _ = train(programs, tmp_path, 2, **rule)
     assert "my_rule.py:Sapo" in output
     for step in steps:
         assert step["train/bapo/positive_share"] > 0 and "train/bapo/clip_low" not in step
