@@ -10,7 +10,8 @@ import pipeline
 class Server:
     """A reward server on its own port, which can go away and come back.
 
-    It gives `answers` in turn, and repeats the last one. An answer is (status, body), or None to hang.
+    It gives `answers` in turn, and repeats the last one. An answer is (status, body), or a function
+    of the request that returns both, or None to hang.
     """
 
     def __init__(self, *answers) -> None:
@@ -24,12 +25,13 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.requests.append(asked)
                 answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
                 if answer is None:
                     over.wait()
                     return
-                status, body = answer
+                status, body = answer(asked) if callable(answer) else answer
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body.encode())))
                 self.end_headers()
