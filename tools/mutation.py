@@ -57,9 +57,14 @@ TESTS = {
         "test_update_scope.py",
     ],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
-    "openrlhf/nonfinite.py": ["test_nonfinite.py"],
+    "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_staleness_weights.py"],
     "openrlhf/offpolicy_tally.py": ["test_off_policy_actor.py"],
-    "openrlhf/rule_updates.py": ["test_update_scope.py", "test_steady_updates.py", "test_off_policy_actor.py"],
+    "openrlhf/rule_updates.py": [
+        "test_update_scope.py",
+        "test_steady_updates.py",
+        "test_off_policy_actor.py",
+        "test_own_rules.py",
+    ],
     "openrlhf/token_dump.py": ["test_tokens.py"],
     "openrlhf/actor_trainer.py": [
         "test_off_policy_actor.py",

@@ -22,12 +22,12 @@ def interrupt_trainer() -> None:
 
 def is_interrupted() -> bool:
     """Say whether the trainer of this Ray job was asked to end."""
-    return job_store.get(_INTERRUPTED) is not None
+    return bool(job_store.get(_INTERRUPTED))
 
 
 def is_training() -> bool:
     """Say whether the trainer of this Ray job has begun, so that it will see that it was asked to end."""
-    return job_store.get(_TRAINING) is not None
+    return bool(job_store.get(_TRAINING))
 
 
 def end_when_interrupted(trainer: type[Any]) -> None:

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -104,10 +103,10 @@ class Servers:
             try:
                 answer = await _post(server.url, data, limits.timeout)
             except _Away as away:
-                server.is_away(began, str(away))
+                server.is_away(began, away.text)
                 give_up = min(give_up, time.monotonic() + limits.patience)
                 if time.monotonic() >= give_up:
-                    raise RewardFault(away.kind, f"{away}; tried for {limits.patience:g} s") from None
+                    raise RewardFault(away.kind, f"{away.text}; tried for {limits.patience:g} s") from None
             else:
                 server.num_failures = 0
                 return server.url, answer
@@ -139,12 +138,8 @@ class _Server:
         logger.warning(f"reward server away: {how}; next request in {pause:g} s")
 
 
-class _Away(Exception):
+class _Away(RewardFault):
     """A server does not answer now, but may answer later."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 async def _post(url: str, data: dict, timeout: float) -> str:
@@ -170,9 +165,7 @@ class Caller:
     """Calls a reward function in threads. It does not wait for a thread that exceeds the time limit."""
 
     def __init__(self) -> None:
-        # One semaphore for each event loop, like asyncio.to_thread's pool. An engine has one event loop.
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._semaphores = weakref.WeakKeyDictionary()
+        self._semaphore = asyncio.Semaphore(_MOST_THREADS)  # of one event loop, which is all that an engine has
 
     async def call(self, function: Callable, args: tuple, timeout: float, where: str) -> Any:
         """Return `function(*args)`.
@@ -180,7 +173,7 @@ class Caller:
         Raises:
             RewardFault: after `timeout` seconds. Python code is then stopped. Native code cannot be stopped.
         """
-        async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_THREADS)):
+        async with self._semaphore:
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             # No thread pool, because the process would wait for its threads when it ends.
             thread = threading.Thread(target=_run, args=(future, function, args), daemon=True)
@@ -230,8 +223,6 @@ def read_rewards(answer: object, where: str) -> dict:
 
 def read_number(values: Any, what: str, finite: bool = True) -> float:
     """Return the finite number in `values`, which may also be a list or tensor of one; else raise RewardFault."""
-    if values is None:
-        raise RewardFault("none", f"{what} is None")
     if hasattr(values, "tolist"):  # a tensor, an array
         values = values.flatten().tolist()
     if not isinstance(values, list | tuple):

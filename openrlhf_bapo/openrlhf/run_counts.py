@@ -4,7 +4,6 @@ The trainer and the samples generator, which are two processes in async training
 The command reads them for its last line.
 """
 
-import json
 import math
 from typing import Any
 
@@ -19,17 +18,6 @@ class NothingTrained(Exception):
     """The run reached the end of its data without an optimizer step of the actor."""
 
 
-def note(key: bytes, counts: Any) -> None:
-    """Put counts into the job's store, in place of the last ones."""
-    job_store.put(key, json.dumps(counts).encode())
-
-
-def noted(key: bytes) -> Any:
-    """Return the counts that a process of this job noted last; None if no process did."""
-    value = job_store.get(key)
-    return None if value is None else json.loads(value)
-
-
 def planned_steps(args: Any, num_prompts: int) -> int:
     """Return the training steps of a run that trains on every one of an episode's `num_prompts` prompts.
 
@@ -41,8 +29,8 @@ def planned_steps(args: Any, num_prompts: int) -> int:
 
 def note_groups(actor: Any) -> None:
     """Note the planned steps, and how many prompt groups an actor's samples generator has left out, by reason."""
-    note(PLANNED, planned_steps(actor.args, len(actor.prompts_dataloader.dataset)))
-    note(GROUPS, actor.samples_generator.untrained)
+    job_store.put(PLANNED, planned_steps(actor.args, len(actor.prompts_dataloader.dataset)))
+    job_store.put(GROUPS, actor.samples_generator.untrained)
 
 
 def count_steps(trainer: type[Any]) -> None:
@@ -58,7 +46,7 @@ def count_steps(trainer: type[Any]) -> None:
             "updates": 0,
             "updates_skipped": 0,
         }
-        note(STEPS, self.counted)
+        job_store.put(STEPS, self.counted)
         return states
 
     @in_place_of(trainer, "ppo_train")
@@ -71,7 +59,7 @@ def count_steps(trainer: type[Any]) -> None:
         self.counted["made"] += 1
         self.counted["updates"] += updates
         self.counted["updates_skipped"] += int(status.get("offpolicy/updates_skipped", 0))
-        note(STEPS, self.counted)
+        job_store.put(STEPS, self.counted)
         return status
 
     @in_place_of(trainer, "fit")

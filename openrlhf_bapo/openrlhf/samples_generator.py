@@ -222,7 +222,8 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
 
     def _process_response_into_experience(self, response: dict, **generate_kwargs: Any) -> Experience:
         """Convert a response as upstream does, and set the sample's `place`, `reward_fault` and `versions`."""
-        logs = {name: _first(value) for name, value in response["extra_logs"].items()}
+        # A reward server gives each value as a list of one.
+        logs = {name: value[0] if isinstance(value, list) else value for name, value in response["extra_logs"].items()}
         try:
             response, fault = response | {"extra_logs": logs} | self._read_reward(response), None
         except RewardFault as error:
@@ -252,8 +253,3 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         if num_ranks > 1 and not train.dynamic_batch_enable:
             unit = math.lcm(unit, self.args.rollout.micro_batch_size * num_ranks)
         return num_groups - num_groups % (unit // math.gcd(unit, size))
-
-
-def _first(value: Any) -> Any:
-    """Return a logged value, which a reward server gives as a list of one value."""
-    return value[0] if isinstance(value, list) else value

@@ -150,9 +150,8 @@ def use_versioned_engine(vllm_engine: Any) -> None:
     actor.__init__ = init
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
-    actor.generate_responses = generate_responses
-    ours = (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health)
-    for method in (*ours, reset_prefix_cache):
+    new = (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health)
+    for method in (generate_responses, reset_prefix_cache, *new):
         setattr(actor, method.__name__, method)
     # Ray listed the methods when the class was defined, so the list is made again.
     metadata = vllm_engine.RolloutRayActor.__ray_metadata__

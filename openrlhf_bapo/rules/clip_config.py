@@ -125,12 +125,9 @@ class ClipConfig:
                     f"{name} {value} is not allowed; the bounds must satisfy 0 < ratio_lower_start <= ratio_lower_max "
                     "<= 1 <= ratio_upper_start <= ratio_upper_max"
                 )
-        for side, width in (
-            ("lower", self.ratio_lower_max - self.ratio_lower_start),
-            ("upper", self.ratio_upper_max - self.ratio_upper_start),
-        ):
-            step = getattr(self, f"ratio_{side}_step")
-            least = width / MAX_GRID_STEPS
+        for side in ("lower", "upper"):
+            start, stop, step = (getattr(self, f"ratio_{side}_{name}") for name in ("start", "max", "step"))
+            least = (stop - start) / MAX_GRID_STEPS
             if step <= 0 or step < least:
                 raise ValueError(f"ratio_{side}_step {step} is not allowed; it must be above 0 and at least {least:g}")
         if self.smoothing is not None:

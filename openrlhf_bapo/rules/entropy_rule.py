@@ -64,13 +64,11 @@ def tally_entropy(
     is_left_out = w == 0
     size = m * torch.where(is_left_out, r, w) * a
     cell = (4 * (x.float() / -_LOWEST).clamp(min=1).log2()).int().clamp(0, _NUM_BINS - 1)  # clamps NaN too
-    cell += (2 * is_left_out + (a < 0).int()) * _NUM_BINS
-    num_lanes = 1 if x.device.type == "cpu" else _LANES  # see clip_bounds.py
-    if num_lanes > 1:
-        cell += torch.arange(x.numel(), dtype=torch.int32, device=x.device) % num_lanes * _NUM_CELLS
-    in_lanes = (x.new_zeros(num_lanes * _NUM_CELLS).index_add_(0, cell, part) for part in (size, size * x))
+    lane = torch.arange(x.numel(), dtype=torch.int32, device=x.device) % _LANES  # see clip_bounds.py
+    cell += (2 * is_left_out + (a < 0).int()) * _NUM_BINS + lane * _NUM_CELLS
+    in_lanes = (x.new_zeros(_LANES * _NUM_CELLS).index_add_(0, cell, part) for part in (size, size * x))
     moments = torch.stack([m.sum(), m @ r, (m * r) @ x])
-    return torch.cat([moments, *(part.view(num_lanes, _NUM_CELLS).sum(0) for part in in_lanes)])
+    return torch.cat([moments, *(part.view(_LANES, _NUM_CELLS).sum(0) for part in in_lanes)])
 
 
 @torch.no_grad()

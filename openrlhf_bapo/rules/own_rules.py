@@ -122,13 +122,9 @@ def make_own_rule(name: str, settings: dict[str, Any]) -> ClipRule:
         if rule.follows_updates:
             _try_state(rule, kind(**settings))
     except Exception as error:  # whatever the rule does
-        text = str(error) if isinstance(error, _WrongRule | ValueError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"{name}: {text}".splitlines()[0]) from error
     return kind(**settings)
-
-
-class _WrongRule(Exception):
-    """What is wrong with a rule's result."""
 
 
 def _tokens(seed: int) -> Tokens:
@@ -142,15 +138,15 @@ def _tokens(seed: int) -> Tokens:
 def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
     """Let another rule go on from a rule's state, as from a checkpoint, which also has the settings."""
     if lost := [name for name in own_settings(type(rule)) if name != "half_life" and not hasattr(rule, name)]:
-        raise _WrongRule(f"follows_updates is set, and its setting {lost[0]} is no attribute of the same name")
+        raise ValueError(f"follows_updates is set, and its setting {lost[0]} is no attribute of the same name")
     state = rule.state_dict()
     if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise _WrongRule(f"state_dict() has {wrong[0]} of the type {type(state[wrong[0]]).__name__}; allowed: Tensor")
+        raise ValueError(f"state_dict() has {wrong[0]} of the type {type(state[wrong[0]]).__name__}; allowed: Tensor")
     resumed.load_state_dict(state)
     tokens = _tokens(2)
     first, second = ([each.gradient_weights(tokens), *each.bounds(tokens)] for each in (rule, resumed))
     if not all(map(torch.equal, first, second)):
-        raise _WrongRule("follows_updates is set, and a rule with its state_dict() has other bounds or weights")
+        raise ValueError("follows_updates is set, and a rule with its state_dict() has other bounds or weights")
 
 
 def _try(rule: ClipRule, tokens: Tokens) -> None:
@@ -160,20 +156,20 @@ def _try(rule: ClipRule, tokens: Tokens) -> None:
         weights = rule.weights(tokens)
         if rule.has_weights != (weights is not None):
             has = "has_weights is set" if rule.has_weights else "has_weights is not set"
-            raise _WrongRule(f"{has}, and weights() returned {type(weights).__name__}")
+            raise ValueError(f"{has}, and weights() returned {type(weights).__name__}")
         if weights is not None:
             if weights.shape != shape:
-                raise _WrongRule(f"weights() has the shape {tuple(weights.shape)}; allowed: that of the tokens, (4, 6)")
+                raise ValueError(f"weights() has the shape {tuple(weights.shape)}; allowed: that of the tokens, (4, 6)")
             if not bool(((weights >= 0) & weights.isfinite()).all()):
-                raise _WrongRule("weights() has values that are negative or not finite")
+                raise ValueError("weights() has values that are negative or not finite")
             return
         lower, upper = rule.bounds(tokens)
         for bound in (lower, upper):
             if bound.shape not in ((), shape):
                 wrong = tuple(bound.shape)
-                raise _WrongRule(f"a bound has the shape {wrong}; allowed: (), or that of the tokens, (4, 6)")
+                raise ValueError(f"a bound has the shape {wrong}; allowed: (), or that of the tokens, (4, 6)")
         if not bool((lower <= upper).all()):
-            raise _WrongRule("bounds() has a lower bound above the upper one")
+            raise ValueError("bounds() has a lower bound above the upper one")
 
     if not rule.needs_tally_first:
         use()

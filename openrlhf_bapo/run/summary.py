@@ -1,6 +1,7 @@
 """Says how many of the planned training steps a run has made, and why not all of them."""
 
-from openrlhf_bapo.openrlhf.run_counts import GROUPS, PLANNED, STEPS, noted
+from openrlhf_bapo.openrlhf import job_store
+from openrlhf_bapo.openrlhf.run_counts import GROUPS, PLANNED, STEPS
 
 _REASONS = {
     "filtered": "dynamic filtering rejected {count} prompt groups (--algo.dynamic_filtering_range {range})",
@@ -17,7 +18,7 @@ def describe_training(args: dict) -> str:
     For example "3 of 4 planned training steps (dynamic filtering rejected 5 prompt groups
     (--algo.dynamic_filtering_range 0 1))".
     """
-    steps, groups = noted(STEPS), noted(GROUPS) or {}
+    steps, groups, planned = job_store.get(STEPS), job_store.get(GROUPS) or {}, job_store.get(PLANNED)
     made = steps["before"] + steps["made"]
     limits = " ".join(map(str, args["algo.dynamic_filtering_range"]))
     reasons = [
@@ -30,4 +31,4 @@ def describe_training(args: dict) -> str:
         reasons.append(f"{skipped} of {total} optimizer steps were skipped: their loss or gradient was not finite")
     if reasons and steps["before"]:
         reasons[0] = f"since step {steps['before']}, {reasons[0]}"
-    return f"{made} of {noted(PLANNED)} planned training steps" + (f" ({'; '.join(reasons)})" if reasons else "")
+    return f"{made} of {planned} planned training steps" + (f" ({'; '.join(reasons)})" if reasons else "")

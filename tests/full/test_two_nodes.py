@@ -65,14 +65,6 @@ def test_a_checkpoint_folder_that_a_node_does_not_share_is_named_before_anything
     assert code == 2 and re.match(said, output.splitlines()[-1]), output
 
 
-def metrics(output: str) -> list[dict[str, float]]:
-    """Return the metrics of each step but those that depend on the clock."""
-    steps = pipeline.steps(output)
-    for step in steps:  # vLLM's last bits follow from which requests it has together
-        step["offpolicy/engine_mismatch"] = round(step["offpolicy/engine_mismatch"], 5)
-    return [{name: value for name, value in step.items() if not name.startswith("timing/")} for step in steps]
-
-
 def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_the_others_checkpoint(
     two_nodes, tmp_path
 ):
@@ -93,7 +85,9 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
 
     def on_one(name: str, *more: str) -> list[dict[str, float]]:
         recorder = recordings.environment(directory / f"{name}-recording") | {"TORCHDYNAMO_DISABLE": "1"}
-        return metrics(pipeline.train(directory, flags(name, *more, actor__num_gpus_per_node=2), name, **recorder))
+        return recordings.metrics(
+            pipeline.train(directory, flags(name, *more, actor__num_gpus_per_node=2), name, **recorder)
+        )
 
     unbroken = on_one("one")
     end_after(1, "one", "two")
@@ -105,7 +99,7 @@ def test_a_policy_on_two_nodes_trains_as_on_two_ranks_of_one_and_either_resumes_
     assert f"--ckpt.load_enable resumes global_step1, because {torn.parent} lacks " in output
     assert are_on_two_nodes("PolicyModelActor", output) and are_on_two_nodes("RolloutRayActor", output)
     end_after(3, "two", "again")
-    runs = {1: metrics(output), 3: on_one("again", "--ckpt.load_enable")}
+    runs = {1: recordings.metrics(output), 3: on_one("again", "--ckpt.load_enable")}
     assert len(unbroken) == 4 and unbroken[3]["replay/groups_sampled"] > 0
     for first, resumed in runs.items():
         assert len(resumed) == 4 - first
@@ -144,8 +138,7 @@ def test_a_recipe_submitted_from_outside_trains_on_two_nodes_on_responses_of_a_t
     assert are_on_two_nodes("PolicyModelActor", log.read_text())
     batch = recordings.trained_on(recording)
     assert len(steps) == 6
-    counted = partial.prompts_trained(batch)
-    assert len(counted) == partial.NUM_PROMPTS and set(counted.values()) == {partial.NUM_SAMPLES}
+    partial.assert_every_prompt_is_trained_on_once(batch)
     for name in ("started", "taken"):
         assert sum(step[f"partial/{name}"] for step in steps) == partial.NUM_PROMPTS
     policies = recordings.Policies(directory / "model", recording)

@@ -1,16 +1,14 @@
 """The real thing end to end: OpenRLHF's Ray trainer, DeepSpeed actors and a vLLM engine, through our command."""
 
-import contextlib
-import http.server
 import json
 import socket
-import threading
-from collections.abc import Iterator
 
 import pipeline
 import pytest
 import recordings
 import torch
+
+OUR_METRICS = ("bapo/", "entropy/", "reward_fault/", "rollout/response_length_", "rollout/equal_reward_groups")
 
 
 @pytest.fixture
@@ -45,37 +43,16 @@ def test_ppo_through_our_command_has_the_losses_of_openrlhfs_own(directory):
     for mine, theirs in zip(ours, upstream, strict=True):
         assert theirs["policy_loss"] != 0 and theirs["ppo_clip_ratio"] > 0
         added = mine.keys() - theirs.keys()
-        assert all(
-            name.startswith(
-                ("bapo/", "entropy/", "reward_fault/", "rollout/response_length_", "rollout/equal_reward_groups")
-            )
-            for name in added
-        ), added
+        assert all(name.startswith(OUR_METRICS) for name in added), added
         assert 0 < mine["bapo/positive_share"] < 1 and mine["bapo/clip_high"] == 1.2
         for name in theirs:
             assert name.startswith("timing/") or mine[name] == theirs[name], name
 
 
-@contextlib.contextmanager
-def reward_server() -> Iterator[tuple[str, list[float]]]:
-    """A server's URL and the rewards that it has given: the share of odd digits in the response."""
-    given = []
-
-    class Rewards(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            responses = [query[len(prompt) :] for query, prompt in zip(asked["query"], asked["prompts"], strict=True)]
-            rewards = [sum(response.count(digit) for digit in "13579") / 8 for response in responses]
-            given.extend(rewards)
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps({"rewards": rewards, "scores": rewards, "extra_logs": {}}).encode())
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Rewards) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/get_reward", given
-        server.shutdown()
+def odd_digits(asked: dict) -> list[float]:
+    """The rewards of a request: the share of odd digits in each response."""
+    responses = [query[len(prompt) :] for query, prompt in zip(asked["query"], asked["prompts"], strict=True)]
+    return [sum(response.count(digit) for digit in "13579") / 8 for response in responses]
 
 
 def test_the_port_at_which_ranks_are_to_meet_stays_theirs_until_they_do():
@@ -89,24 +66,17 @@ def test_the_port_at_which_ranks_are_to_meet_stays_theirs_until_they_do():
     assert ranks.get("rank") == b"0"
 
 
-def test_gspo_through_our_command_clips_sequences_and_learns_from_the_rewards_of_two_servers(tmp_path):
+def test_gspo_through_our_command_clips_sequences_and_learns_from_the_rewards_of_two_servers(tmp_path, serve):
     directory = pipeline.make_model(tmp_path, num_prompts=128)
-    with reward_server() as (first, given_first), reward_server() as (second, given_second):
-        flags = pipeline.flags(
-            directory,
-            policy_loss="gspo",
-            reward__remote_url=f"{first},{second}",
-            data__max_samples=128,
-            actor__eps_clip=0.05,
-        )
-        recorder = recordings.environment(directory / "recording")
-        steps = pipeline.steps(pipeline.train(directory, flags, "gspo", **recorder))
-    assert len(steps) == 8 and len(given_first) == len(given_second) == 8 * 64 / 2
-    given = given_first + given_second
+    first, second = (serve(lambda asked: (200, json.dumps({"rewards": odd_digits(asked)}))) for _ in range(2))
+    settings = dict(policy_loss="gspo", data__max_samples=128, actor__eps_clip=0.05)
+    flags = pipeline.flags(directory, reward__remote_url=f"{first.url},{second.url}", **settings)
+    steps, batch, _ = recordings.train(directory, flags)
+    assert len(steps) == 8 and len(first.requests) == len(second.requests) == 8 * 64 / 2
+    given = [reward for asked in first.requests + second.requests for reward in odd_digits(asked)]
     assert sum(step["rollout/reward_mean"] for step in steps) / 8 == pytest.approx(sum(given) / len(given))
     pipeline.assert_rewards_rise(steps)
 
-    batch = recordings.trained_on(directory / "recording")
     mask, advantages = batch["action_mask"] > 0, batch["loss_advantages"]
     log_ratio = (batch["log_probs"] - batch["denominators"]) * mask
     log_ratio = (log_ratio.sum(-1) / mask.sum(-1)).unsqueeze(-1).expand_as(mask)

@@ -1,8 +1,6 @@
 """Stale tokens in the real pipeline: the behavior policy of each ratio, staleness, replay and resuming."""
 
-import os
 import shutil
-import signal
 
 import pipeline
 import pytest
@@ -10,7 +8,6 @@ import recordings
 import replay
 
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule, load_saved_pool
-from openrlhf_bapo.openrlhf.settings import replay_config_from_args
 
 
 @pytest.fixture
@@ -18,20 +15,11 @@ def directory(tmp_path):
     return pipeline.make_model(tmp_path, num_prompts=160)
 
 
-def test_the_flags_set_the_pools_settings(tmp_path):
-    (tmp_path / "reward.py").touch()
-    config = replay_config_from_args(pipeline.parse(replay.flags(tmp_path, replay__strategy="advantage")).replay)
-    assert (config.ratio, config.max_staleness, config.max_reuse, config.strategy) == (1.0, 4, 2, "advantage")
-
-
 def test_async_ratios_of_fresh_and_replayed_tokens_are_taken_against_the_weights_that_generated_them(directory):
-    recorder = recordings.environment(directory / "recording")
     flags = replay.flags(directory, **replay.ASYNC | dict(data__max_samples=96))
-    steps = pipeline.steps(pipeline.train(directory, flags, "async", **recorder))
+    steps, batch, policies = recordings.train(directory, flags)
     assert len(steps) == 6
     assert all(step["offpolicy/mixed_versions"] == 0 for step in steps)
-    batch = recordings.trained_on(directory / "recording")
-    policies = recordings.Policies(directory / "model", directory / "recording")
     recordings.assert_ratios_are_against_the_policy_that_generated(batch, policies, sampled=True, num_first=2)
     counted = recordings.steps_by_version(batch, num_first=2)
     recordings.assert_optimizer_steps_are_counted(batch, steps, 2, counted)
@@ -58,11 +46,8 @@ def test_decoupled_async_ratios_start_at_the_training_steps_weights_and_losses_a
     directory,
 ):
     flags = replay.flags(directory, **replay.ASYNC | dict(offpolicy__objective="decoupled", data__max_samples=96))
-    recorder = recordings.environment(directory / "recording")
-    steps = pipeline.steps(pipeline.train(directory, flags, "decoupled", **recorder))
+    steps, batch, policies = recordings.train(directory, flags)
     assert len(steps) == 6 and sum(step["replay/groups_sampled"] for step in steps) > 0
-    batch = recordings.trained_on(directory / "recording")
-    policies = recordings.Policies(directory / "model", directory / "recording")
     recordings.assert_ratios_are_against_the_policy_that_training_started_from(batch, policies, num_first=2)
     weights = (batch["denominators"] - batch["rollout_log_probs"]).exp()
     assert (weights > 2).any() and any(step["is_filter_ratio"] > 0 for step in steps)
@@ -82,12 +67,8 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
             "    return odd_digits(queries, prompts, labels, **kwargs)\n"
         )
     flags = replay.flags(directory, ckpt__save_steps=2, ckpt__max_num=2, bapo__smoothing=3)
-    command = [pipeline.warm_python(), *pipeline.TRAIN, *flags]
-    log = directory / "killed.log"
-    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
-        # The whole line, because its metrics are read below.
-        pipeline.wait_until(lambda: len(pipeline.steps(log.read_text())) == 5, process, log)
-        os.killpg(process.pid, signal.SIGKILL)
+    # The whole line, because its metrics are read below.
+    log = recordings.kill(directory, flags, lambda log: len(pipeline.steps(log.read_text())) == 5)
     waiting.unlink()
     shutil.rmtree(directory / "ckpt/_replay/global_step4")  # the checkpoint before it is complete
 
@@ -132,14 +113,3 @@ def test_a_killed_run_resumes_with_its_pool_and_trains_on_the_groups_that_it_wou
     kept = {d.name for d in (directory / "ckpt/_actor").iterdir() if d.is_dir()}
     assert {d.name for d in (directory / "ckpt/_replay").iterdir()} == kept
     assert {d.name for d in (directory / "ckpt/_rule").iterdir()} == kept
-
-    for file in directory.glob("ckpt/_replay/*/groups.safetensors"):
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-    saved = directory / "ckpt/_replay" / (directory / "ckpt/_actor/latest").read_text() / "groups.safetensors"
-    with pytest.raises(SystemExit) as exit_:
-        pipeline.parse(resume)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert exit_.value.code == 2 and str(saved) in error and "--replay.discard_saved" in error
-    pipeline.parse([*resume, "--replay.discard_saved"])

@@ -1,9 +1,7 @@
 """Runs under a token budget: their prompts, flags, and checks of their recordings."""
 
 import json
-import os
 import random
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -51,6 +49,18 @@ def prompts_trained(batch: dict[str, torch.Tensor]) -> Counter:
     return Counter(tuple(row[:start][mask[:start] > 0].tolist()) for row, mask, start in tokens)
 
 
+def assert_every_prompt_is_trained_on_once(*batches: dict[str, torch.Tensor]) -> None:
+    """Assert it of all prompts of `make_model`, with all samples of each in the batches together."""
+    counted = sum(map(prompts_trained, batches), Counter())
+    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+
+
+def before(version: int, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the samples that were trained on before a version. Steps after a checkpoint are made again."""
+    kept = batch["version"] < version
+    return {name: tensor[kept] for name, tensor in batch.items()}
+
+
 def num_versions(batch: dict[str, torch.Tensor]) -> list[int]:
     mask = batch["action_mask"] > 0
     return [len(set(row[chosen].tolist())) for row, chosen in zip(batch["versions"], mask, strict=True)]
@@ -74,12 +84,10 @@ def assert_denominators_are_of_the_tokens_own_versions(batch, policies, engines:
     """
     mask = batch["action_mask"] > 0
     assert torch.equal(batch["staleness"].long(), torch.where(mask, batch["version"][:, None] - batch["versions"], 0))
-    stale, fresh = batch["staleness"] > 0, mask & (batch["staleness"] == 0)
-    sampled = policies.log_probs(batch, batch["versions"], sampled=True)
+    sampled, own = (policies.log_probs(batch, batch["versions"], sampled) for sampled in (True, engines))
     assert (sampled - batch["rollout_log_probs"])[mask].abs().max() < recordings.CLOSE
-    assert (sampled - batch["denominators"])[stale].abs().max() < recordings.CLOSE
-    own = policies.log_probs(batch, batch["versions"], sampled=engines)
-    assert (own - batch["denominators"])[fresh].abs().max() < recordings.CLOSE
+    denominators = torch.where(batch["staleness"] > 0, sampled, own)
+    assert (denominators - batch["denominators"])[mask].abs().max() < recordings.CLOSE
     for shift in (-1, 1):
         other = policies.log_probs(batch, batch["versions"] + shift, sampled=True)
         assert (other - batch["rollout_log_probs"])[mask].abs().nanmedian() > recordings.APART
@@ -95,20 +103,17 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     """Kill a run at a random step and resume it; assert that all prompts are trained on once and responses continue.
 
     Args:
-        directory: from `make_model`.
+        directory: an empty folder.
         mode: `ASYNC` or `FINISH`.
     """
-    argv = flags(directory, partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2, **mode)
+    argv = flags(make_model(directory), partial__oversample=2, ckpt__save_steps=1, ckpt__max_num=2, **mode)
     killed_at = random.randint(1, 3)
 
     def saved_step() -> int:
         latest = directory / "ckpt/_actor/latest"  # written last
         return int(latest.read_text().strip().removeprefix("global_step") or 0) if latest.exists() else 0
 
-    log, command = directory / "killed.log", [pipeline.warm_python(), *pipeline.TRAIN, *argv]
-    with pipeline.running(command, log, **recordings.environment(directory / "killed")) as process:
-        pipeline.wait_until(lambda: saved_step() >= killed_at, process, log)
-        os.killpg(process.pid, signal.SIGKILL)
+    recordings.kill(directory, argv, lambda _: saved_step() >= killed_at)
     version = saved_step()
     pool, _ = load_unfinished(pipeline.parse([*argv, "--ckpt.load_enable"]))
     num_waiting = len(pool)
@@ -118,14 +123,12 @@ def assert_a_killed_run_loses_nothing(directory: Path, mode: dict) -> None:
     steps = pipeline.steps(pipeline.train(directory, [*argv, "--ckpt.load_enable"], "resumed", **recorder))
     assert len(steps) == 6 - version
     folders = [directory / "killed", directory / "resumed"]
-    before, after = (recordings.trained_on(folder) for folder in folders)
-    kept = before["version"] < version  # steps after the checkpoint are repeated
-    counted = prompts_trained({name: tensor[kept] for name, tensor in before.items()}) + prompts_trained(after)
-    assert len(counted) == NUM_PROMPTS and set(counted.values()) == {NUM_SAMPLES}
+    killed, after = (recordings.trained_on(folder) for folder in folders)
+    assert_every_prompt_is_trained_on_once(before(version, killed), after)
     policies = recordings.Policies(directory / "model", *folders)
     assert_denominators_are_of_the_tokens_own_versions(after, policies, engines=mode is ASYNC)
     assert sum(step["partial/started"] for step in steps) + num_waiting == 16 * len(steps)
-    finished = [num_finished(batch) for batch in (before, after)]
+    finished = [num_finished(batch) for batch in (killed, after)]
     assert finished[1] == sum(step["partial/finished"] for step in steps)
     # Nothing ends the last rollout early, so its responses end by themselves.
     assert (sum(finished) > 0) == (mode is FINISH)

@@ -1,6 +1,9 @@
 """Reads the recordings of tests/support/recording/sitecustomize.py, and recomputes log-probs with transformers."""
 
 import collections
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pipeline
@@ -17,6 +20,33 @@ def environment(folder: Path, start: int = 0) -> dict[str, str]:
     folder.mkdir()
     path = pipeline.python_path(pipeline.SUPPORT / "recording")
     return {"RECORDING": str(folder), "RECORDING_START": str(start), "PYTHONPATH": path}
+
+
+def train(directory: Path, flags: list[str], **changes) -> tuple[list[dict], dict[str, torch.Tensor], "Policies"]:
+    """Record a run; return the metrics of its steps, all samples that it trained on, and the policies of all versions.
+
+    `changes` are additional environment variables.
+    """
+    folder = directory / "recording"
+    steps = pipeline.steps(pipeline.train(directory, flags, "run", **environment(folder) | changes))
+    return steps, trained_on(folder), Policies(directory / "model", folder)
+
+
+def kill(directory: Path, flags: list[str], when: Callable[[Path], bool]) -> Path:
+    """Record a run in the folder "killed", and kill it as soon as `when` is true of its log; return the log."""
+    log, command = directory / "killed.log", [pipeline.warm_python(), *pipeline.TRAIN, *flags]
+    with pipeline.running(command, log, **environment(directory / "killed")) as process:
+        pipeline.wait_until(lambda: when(log), process, log)
+        os.killpg(process.pid, signal.SIGKILL)
+    return log
+
+
+def metrics(output: str) -> list[dict[str, float]]:
+    """Return the metrics of each step of a run's output but those that depend on the clock."""
+    steps = pipeline.steps(output)
+    for step in steps:  # vLLM's last bits follow from which requests it has together; nothing else is made of them
+        step["offpolicy/engine_mismatch"] = round(step["offpolicy/engine_mismatch"], 5)
+    return [{name: value for name, value in step.items() if not name.startswith("timing/")} for step in steps]
 
 
 def trained_on(folder: Path, model: str = "actor") -> dict[str, torch.Tensor]:

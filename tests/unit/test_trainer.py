@@ -50,7 +50,7 @@ def directory(tmp_path):
 @pytest.fixture(autouse=True)
 def without_ray_or_signals(monkeypatch):
     monkeypatch.setattr(job_store, "get", lambda key: None)
-    monkeypatch.setattr(job_store, "put", lambda key, value=b"": None)
+    monkeypatch.setattr(job_store, "put", lambda key, value=True: None)
     monkeypatch.setattr(ppo_trainer, "ray", Namespace(get=lambda refs: refs))
 
 
