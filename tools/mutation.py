@@ -57,7 +57,7 @@ TESTS = {
         "test_update_scope.py",
     ],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
-    "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_staleness_weights.py"],
+    "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_off_policy_actor.py"],
     "openrlhf/offpolicy_tally.py": ["test_off_policy_actor.py"],
     "openrlhf/rule_updates.py": [
         "test_update_scope.py",
