@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 from openrlhf_bapo.flags.input_files import warn
-from openrlhf_bapo.flags.mistakes import exit_with_one_line
+from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
 from openrlhf_bapo.rules.entropy_rule import QUADRANTS
 
@@ -76,10 +76,6 @@ _ELSEWHERE = {
 
 
 _LINE_STYLES = ("-", "--", ":", "-.")
-
-
-class NothingToDrawError(Exception):
-    """The logs have no metric that a panel shows."""
 
 
 Scalars = dict[str, tuple[list[int], list[float]]]
@@ -209,7 +205,7 @@ def _panels_with_data(groups: dict[str, list[dict]]) -> list[tuple[str, dict[str
     panels = [(title, tags) for title, tags in panels if tags]
     if not panels:
         shown = ", ".join(sorted(logged)[:3])
-        raise NothingToDrawError(f"the logs have no metric that is drawn (they have {shown}, ...); allowed: a training")
+        raise FlagError(f"the logs have no metric that is drawn (they have {shown}, ...); allowed: a training")
     return panels
 
 
@@ -259,7 +255,7 @@ def main(argv: list[str]) -> None:
         draw(groups, args.target, args.output)
         if args.csv:
             _write_csv(groups, args.csv)
-    except NothingToDrawError as error:
+    except FlagError as error:
         parser.error(f"RUN {' '.join(args.runs)}: {error}")
     except OSError as error:
         parser.error(f"{error.filename}: cannot be written ({error.strerror}); allowed: a file's path")

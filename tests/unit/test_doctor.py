@@ -16,28 +16,28 @@ from openrlhf_bapo.cli import main
 from openrlhf_bapo.health import doctor
 from openrlhf_bapo.health.doctor import CHECKS, Finding, diagnose
 
-HEALTHY = {
-    "offpolicy/updates_skipped": 0.0,
-    "offpolicy/nonfinite_tokens": 0.0,
-    "rollout/reward_mean": 0.5,
-    "rollout/reward_std": 0.4,
-    "entropy_loss": 0.8,
-    "offpolicy/ess": 0.95,
-    "offpolicy/weight_negative": 0.8,
-    "bapo/clip_frac_negative": 0.1,
-    "bapo/clip_frac_positive": 0.02,
-    "offpolicy/ratio_max": 4.0,
-    "offpolicy/engine_mismatch": 0.005,
-    "bapo/target_reached": 0.5,
-    "reward_fault/dropped": 0.0,
-    "replay/samples_dropped": 0.0,
-    "replay/groups_expired": 1.0,
-    "replay/groups_sampled": 8.0,
-    "partial/waiting": 4.0,
-    "partial/in_flight": 9.0,
-    "timing/bapo_search": 0.01,
-    "timing/ppo_train": 1.0,
+CASES = {
+    # metric: (healthy value, values at the end, is it wrong, since which step of 40)
+    "offpolicy/updates_skipped": (0.0, [1.0, 0.0, 0.0], True, 38),
+    "offpolicy/nonfinite_tokens": (0.0, [0.0, 3.0], False, 40),
+    "rollout/reward_mean": (0.5, [0.1] * 4, True, 39),  # means over ten: 0.46, 0.42, 0.38, 0.34; the best is 0.5
+    "rollout/reward_std": (0.4, [0.0] * 7, True, 38),
+    "entropy_loss": (0.8, [0.1] * 6, True, 39),  # means over five: 0.66, 0.52, 0.38, 0.24, 0.1, 0.1
+    "offpolicy/ess": (0.95, [0.3] * 5, True, 38),  # 0.82, 0.69, 0.56, 0.43, 0.3
+    "offpolicy/weight_negative": (0.8, [0.0] * 6, False, 39),  # means over five: 0.64, 0.48, 0.32, 0.16, 0, 0
+    "bapo/clip_frac_negative": (0.1, [0.5] * 5, True, 38),
+    "bapo/clip_frac_positive": (0.02, [0.3] * 5, True, 38),
+    "offpolicy/ratio_max": (4.0, [50.0] * 5, False, 37),
+    "offpolicy/engine_mismatch": (0.005, [0.1] * 5, True, 38),
+    "bapo/target_reached": (0.5, [0.0] * 12, False, 38),
+    "reward_fault/dropped": (0.0, [2.0], False, 40),
+    "replay/samples_dropped": (0.0, [2.0], False, 40),
+    "partial/waiting": (4.0, [40.0] * 3, False, 39),
+    "partial/in_flight": (9.0, [90.0] * 3, False, 39),
 }
+HEALTHY = {metric: healthy for metric, (healthy, *_) in CASES.items()}
+HEALTHY |= {"replay/groups_expired": 1.0, "replay/groups_sampled": 8.0}
+HEALTHY |= {"timing/bapo_search": 0.01, "timing/ppo_train": 1.0}
 
 
 def run_of(num_steps: int = 40, **changes: list[float]) -> dict[str, tuple[list[int], list[float]]]:
@@ -51,33 +51,12 @@ def run_of(num_steps: int = 40, **changes: list[float]) -> dict[str, tuple[list[
 
 def test_a_healthy_run_has_no_findings_nor_has_one_that_has_just_begun_or_logs_nothing_of_ours():
     assert diagnose(run_of()) == diagnose(run_of(1)) == diagnose({}) == diagnose({"loss": ([1], [2.0])}) == []
-    assert {check.metric for check in CHECKS} == CASES.keys() <= HEALTHY.keys()
-
-
-CASES = {
-    # metric: (values at the end, is it wrong, since which step of 40)
-    "offpolicy/updates_skipped": ([1.0, 0.0, 0.0], True, 38),
-    "offpolicy/nonfinite_tokens": ([0.0, 3.0], False, 40),
-    "rollout/reward_mean": ([0.1] * 4, True, 39),  # means over ten: 0.46, 0.42, 0.38, 0.34; the best is 0.5
-    "rollout/reward_std": ([0.0] * 7, True, 38),
-    "entropy_loss": ([0.1] * 6, True, 39),  # means over five: 0.66, 0.52, 0.38, 0.24, 0.1, 0.1
-    "offpolicy/ess": ([0.3] * 5, True, 38),  # 0.82, 0.69, 0.56, 0.43, 0.3
-    "offpolicy/weight_negative": ([0.0] * 6, False, 39),  # means over five: 0.64, 0.48, 0.32, 0.16, 0, 0
-    "bapo/clip_frac_negative": ([0.5] * 5, True, 38),
-    "bapo/clip_frac_positive": ([0.3] * 5, True, 38),
-    "offpolicy/ratio_max": ([50.0] * 5, False, 37),
-    "offpolicy/engine_mismatch": ([0.1] * 5, True, 38),
-    "bapo/target_reached": ([0.0] * 12, False, 38),
-    "reward_fault/dropped": ([2.0], False, 40),
-    "replay/samples_dropped": ([2.0], False, 40),
-    "partial/waiting": ([40.0] * 3, False, 39),
-    "partial/in_flight": ([90.0] * 3, False, 39),
-}
+    assert {check.metric for check in CHECKS} == CASES.keys()
 
 
 @pytest.mark.parametrize("metric", CASES)
 def test_a_check_finds_a_figure_beyond_its_limit_and_the_step_since_when(metric):
-    last, is_wrong, since = CASES[metric]
+    _, last, is_wrong, since = CASES[metric]
     found = diagnose(run_of(**{metric.replace("/", "__"): last}))
     assert found[0].metric == metric and (found[0].is_wrong, found[0].since) == (is_wrong, since)
     assert {finding.metric for finding in found} == {metric} and found[0].remedy

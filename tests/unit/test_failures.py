@@ -54,9 +54,8 @@ def test_a_signal_to_the_script_reaches_the_command_and_the_script_keeps_its_exi
     )
     process.terminate()
     assert process.wait() == 7
-    assert (tmp_path / "terminal").read_text().splitlines()[
-        -1
-    ] == f"openrlhf-bapo: the whole output is in {tmp_path}/log"
+    last = (tmp_path / "terminal").read_text().splitlines()[-1]
+    assert last == f"openrlhf-bapo: the whole output is in {tmp_path}/log"
 
 
 def carried(error: BaseException) -> RayTaskError:

@@ -1,9 +1,10 @@
 """Our flags: mistakes are refused in one line before slow imports, and the others resolve to their settings."""
 
 import argparse
+import re
 import subprocess
 import sys
-from dataclasses import astuple, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import pipeline
@@ -16,36 +17,26 @@ from openrlhf_bapo.flags.train_flags import add_flags, check_flags
 from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_off_policy, replay_config_from_args
 from openrlhf_bapo.openrlhf.trainer import evaluate_at_start
-from openrlhf_bapo.rules.clip_config import SEARCH_FIELDS
+from openrlhf_bapo.rules.clip_config import PRESETS
 from openrlhf_bapo.rules.other_rules import RULES, default_settings
 from openrlhf_bapo.rules.settings import clip_config_from_args, clip_rule_from_args
 
 OWN = """
 --policy_loss bapo --bapo.positive_contribution_target 1.5 => --bapo.positive_contribution_target 1.5 ... (0, 1)
---policy_loss bapo --bapo.ratio_lower_start 0.95 => --bapo.ratio_lower_start 0.95 ... <= ratio_lower_max
---policy_loss bapo --bapo.ratio_lower_max 1.2 => --bapo.ratio_lower_max 1.2 ... <= 1
---policy_loss bapo --bapo.ratio_upper_start 0.8 => --bapo.ratio_upper_start 0.8 ... 1 <=
---policy_loss bapo --bapo.ratio_upper_step 0 => --bapo.ratio_upper_step 0.0 ... above 0
---policy_loss bapo --bapo.ratio_upper_step -0.1 => --bapo.ratio_upper_step -0.1 ... above 0
---policy_loss bapo --bapo.ratio_upper_max nan => --bapo.ratio_upper_max nan ... finite
 --policy_loss bapo --bapo.ratio_upper_max two => --bapo.ratio_upper_max: ... 'two'
 --policy_loss bapo --bapo.preset best => --bapo.preset: ... 'best' ... readme
 --policy_loss bapo --bapo.scope epoch => --bapo.scope: ... 'epoch' ... update
 --policy_loss dapo => --policy_loss: ... 'dapo' ... ppo ... gspo ... bapo ... m2 ... divergence ... topr ... balanced
 --policy_loss m2 --m2.budget 0 => --m2.budget 0.0 ... above 0
---policy_loss m2 --m2.budget nan => --m2.budget nan ... above 0
---policy_loss m2 --m2.half_life -1 => --m2.half_life -1.0 ... 0 or more
---policy_loss divergence --divergence.threshold 1 => --divergence.threshold 1.0 ... (0, 1)
 --policy_loss topr --topr.level batch => --topr.level: ... 'batch' ... token ... sequence
---policy_loss balanced --balanced.target 1 => --balanced.target 1.0 ... (0, 1)
---policy_loss balanced --balanced.half_life inf => --balanced.half_life inf ... finite
---policy_loss balanced --balanced.level batch => --balanced.level: ... 'batch' ... token ... sequence
 --policy_loss bapo --m2.budget 0.1 => : ... --policy_loss m2, not bapo
---policy_loss m2 --balanced.half_life 9 => --balanced.half_life 9.0: ... --policy_loss balanced, not m2
 --topr.level token => : ... --policy_loss topr, not ppo
 --policy_loss m2 --bapo.preset paper => : ... --policy_loss bapo, not m2
 --policy_loss m2 --bapo.discard_saved => : ... --m2.half_life or --balanced.half_life
 --policy_loss topr --bapo.dump_tokens 5 => : ... ppo, bapo, m2 or divergence, not topr
+--policy_loss ppo --bapo.dump_tokens 5 => : ... bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base
+--policy_loss gspo --offpolicy.ratio_base auto --bapo.dump_tokens 5 => : ... bapo, m2 ... ; this run has gspo
+--policy_loss bapo --bapo.dump_tokens all => --bapo.dump_tokens: invalid int value: 'all'
 --policy_loss bapo --bapo.smoothing -1 => --bapo.smoothing -1.0: ... allowed: 0 and above
 --policy_loss bapo --bapo.smoothing nan => : ... allowed: 0 and above
 --policy_loss bapo --bapo.smoothing inf => : ... allowed: 0 and above
@@ -56,24 +47,9 @@ OWN = """
 --policy_loss bapo --bapo.smoothing 9 --bapo.smoothing_of all => --bapo.smoothing_of: ... 'all' ... bounds
 --policy_loss bapo --bapo.preset steady --bapo.smoothing_start 0.5 2
     => --bapo.smoothing_start (0.5, 2.0) ... lower bound must lie in [0.6, 0.9]
---policy_loss ppo --bapo.smoothing 9 => --bapo.smoothing 9.0: ... --policy_loss bapo, not ppo
---policy_loss gspo --bapo.preset paper => : ... --policy_loss bapo ... gspo
---bapo.max_skipped_updates -1 => : allowed: 0 or more
---reward_fault.patience -1.0 => : allowed: 0 or more, and finite
---reward_fault.patience inf => : allowed: 0 or more, and finite
---reward_fault.timeout 0.0 => : allowed: above 0, and finite
---reward_fault.timeout nan => : allowed: above 0, and finite
---reward_fault.timeout inf => : allowed: above 0, and finite
---reward_fault.max_drop_rate 1.0 => : allowed: from 0, below 1
---reward_fault.max_drop_rate -0.1 => : allowed: from 0, below 1
 --replay.ratio -1 => --replay.ratio -1.0 ... at least 0
---replay.capacity 0 => --replay.capacity 0 ... at least 1
---replay.ratio 1 --replay.max_staleness -1 => --replay.max_staleness -1 ... at least 0
 --replay.strategy best => --replay.strategy: ... 'best' ... uniform
 --partial.token_budget -1 => --partial.token_budget -1 ... at least 0
---partial.token_budget 9 --partial.oversample 0.5 => --partial.oversample 0.5 ... at least 1
---partial.token_budget 9 --partial.max_segments -1 => --partial.max_segments -1 ... at least 0
---partial.token_budget 9 --partial.max_staleness -1 => --partial.max_staleness -1 ... at least 0
 --partial.on_stale keep => --partial.on_stale: ... 'keep' ... drop ... finish
 --policy_loss gspo --partial.token_budget 9 => : ... every --policy_loss but gspo
 --policy_loss bapo --partial.token_budget 9 --offpolicy.ratio_base recomputed
@@ -91,10 +67,8 @@ OWN = """
 
 @pytest.mark.parametrize(("flags", "said"), refusals.rows(OWN))
 def test_a_mistake_in_our_flags_is_one_line_with_flag_value_and_range(flags, said, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        check_flags(flags.split())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and refusals.says(line, said), line
+    line = pipeline.refusal(flags.split(), capsys, check_flags)
+    assert refusals.says(line, said), line
 
 
 def test_the_command_refuses_before_it_loads_ray_or_openrlhf():
@@ -111,26 +85,57 @@ ONE_OR_MORE = (
     "ds.tensor_parallel_size ds.zpg data.max_samples rollout.max_new_tokens rollout.batch_size "
     "rollout.n_samples_per_prompt rollout.micro_batch_size rollout.max_tokens_per_gpu train.batch_size "
     "train.micro_batch_size train.max_tokens_per_gpu train.max_epochs train.num_episodes train.async_queue_size "
-    "eval.n_samples_per_prompt logger.logging_steps ckpt.max_num"
+    "rollout.vllm_generate_batch_size eval.n_samples_per_prompt logger.logging_steps ckpt.max_num"
 ).split()
+# Other values outside of their range, by what is allowed.
+OUTSIDE = {
+    "1 or more": "rollout.batch_size -16",
+    "2 or more": "data.max_len 1",
+    "0 or more": "data.dataloader_num_workers -1, data.max_images_per_prompt -1, ds.lora.rank -8, offpolicy.lag -1, "
+    "bapo.dump_tokens -1, bapo.max_skipped_updates -1",
+    "-1 (never), or 1 or more": "ckpt.save_steps 0, ckpt.save_steps -2, eval.steps 0",
+    "-1 (none), or more": "critic.freezing_steps -2",
+    "from 0 to 2**32 - 1": "train.seed -1",
+    "0 or more, and finite": "actor.adam.lr -1.0, actor.adam.lr nan, actor.adam.lr inf, critic.adam.lr -1.0, "
+    "actor.adam.weight_decay -0.1, actor.max_norm -1.0, actor.eps_clip -0.2, algo.kl.init_coef -0.01, "
+    "reward_fault.patience -1.0",
+    "above 0, and finite": "actor.adam.eps 0.0, critic.value_clip 0.0, reward_fault.timeout 0.0, "
+    "reward_fault.timeout nan, reward_fault.timeout inf",
+    "above 1": "actor.dual_clip 0.5",
+    "above 0": "ckpt.max_mem 0.0",
+    "up to 1": "reward.stop_properly_penalty_coef 2.0",
+    "above 0, up to 1": "rollout.top_p 2.0, rollout.top_p 0.0, vllm.gpu_memory_utilization 1.5",
+    "from 0 to 1": "actor.lr_warmup_ratio 3.0, actor.min_lr_ratio -0.1, algo.advantage.gamma 1.5, "
+    "algo.advantage.lambd -1.0",
+    "from 0, below 1": "reward_fault.max_drop_rate 1.0, reward_fault.max_drop_rate -0.1",
+    "from 0.01 to 2": "rollout.temperature 0.0, rollout.temperature 0.005, rollout.temperature 2.5, "
+    "rollout.temperature nan",
+    "0, or from 0.01 to 2": "eval.temperature -0.5, eval.temperature 0.005",
+    "a finite number": "actor.entropy_coef nan",
+    "0, 1, 2, 3": "ds.zero_stage 7",
+    "linear, cosine, ": "actor.lr_scheduler cosin, actor.lr_scheduler warmup_stable_decay",
+    "nccl, gloo": "vllm.sync_backend ncll",
+    "bf16, fp16, fp32": "ds.grad_accum_dtype fp8",
+    "eager, sdpa, ": "ds.attn_implementation flash",
+    "none, or a metric of the evaluation": "ckpt.best_metric_key reward",
+}
+# A run with all four models, each on two GPUs.
+FOUR_MODELS = (
+    "~reward.remote_url --reward.model_name_or_path {d}/model --algo.kl.init_coef 0.1 --algo.advantage.estimator gae "
+    "--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
+)
 # The short run has one actor, which trains on rollouts of 16 prompts x 4 samples.
 TOGETHER = r"""
 --policy_loss bapo --actor.policy_loss_type gspo => --actor.policy_loss_type ppo, not gspo
 --policy_loss bapo --actor.eps_clip 0.3 => : not allowed with --policy_loss bapo ... --bapo.ratio_lower_start
 --policy_loss bapo --actor.eps_clip_low_high 0.2 0.2 => : not allowed with --policy_loss bapo
 --policy_loss m2 --actor.eps_clip 0.3 => : not allowed with --policy_loss m2
---policy_loss topr --actor.eps_clip 0.3 => : not allowed with --policy_loss topr
 --policy_loss topr --actor.dual_clip 3 => --actor.dual_clip 3.0: ... allowed with ppo, bapo, m2, div
 --policy_loss balanced --algo.advantage.is_correction_level seq => : ... --policy_loss balanced: off
---policy_loss m2 --actor.policy_loss_type gspo => --policy_loss m2: ... --actor.policy_loss_type ppo
 --eval.dataset {d}/train.jsonl --eval.at_start --train.async_enable
     => --eval.at_start: allowed only without --train.async_enable
---policy_loss bapo --train.async_enable --offpolicy.ratio_base recomputed
-    => : ... --train.async_enable; allowed: auto, rollout
---policy_loss bapo --train.async_enable --algo.advantage.is_correction_level token => : ... second time ... : off
 --partial.token_budget 9 --train.agent_func_path agent.py
     => --partial.token_budget 9: ... allowed without --train.agent_func_path
---partial.token_budget 9 --algo.advantage.is_correction_level token => : ... second time ... : off
 --partial.token_budget 9 --rollout.vllm_generate_batch_size 32 --train.async_enable
     => --rollout.vllm_generate_batch_size 32: --partial.token_budget ... --rollout.batch_size 16
 --partial.token_budget 9 --data.max_images_per_prompt 1
@@ -156,8 +161,6 @@ TOGETHER = r"""
     => : allowed with --offpolicy.weight capped: clip
 --offpolicy.objective decoupled --offpolicy.weight masked --algo.advantage.is_correction_level seq
     => : allowed with --offpolicy.weight masked: token
---offpolicy.objective decoupled --policy_loss topr --offpolicy.weight tapered
-    => --offpolicy.objective decoupled: ... not topr
 --policy_loss bapo --train.async_enable --rollout.top_p 0.9
     => : changes the engine's log-probs, and --offpolicy.ratio_base rollout ... allowed: 1
 --offpolicy.lag 2 --rollout.top_p 0.9 => : ... --offpolicy.ratio_base auto
@@ -167,81 +170,22 @@ TOGETHER = r"""
 --policy_loss ppo --actor.policy_loss_type gspo => --policy_loss ppo: ... --actor.policy_loss_type ppo
 --actor.policy_loss_type gspo --replay.ratio 1 => --replay.ratio 1.0: ... every --policy_loss but gspo
 --policy_loss bapo --no_such_flag 1 => unrecognized arguments: --no_such_flag
---offpolicy.lag -1 => : allowed: 0 or more
---bapo.dump_tokens -1 => : allowed: 0 or more
 --policy_loss bapo --offpolicy.lag 3 --train.async_enable
     => --offpolicy.lag 3: allowed only without --train.async_enable
 --policy_loss bapo --offpolicy.lag 3 --partial.token_budget 16 => : allowed without --offpolicy.lag, which is 3
---policy_loss bapo --offpolicy.lag 3 --partial.max_staleness 2 => : allowed without --offpolicy.lag, which is 3
---policy_loss bapo --offpolicy.lag 3 --offpolicy.ratio_base recomputed => : ... staleness of --offpolicy.lag
---policy_loss gspo --offpolicy.lag 3 => : allowed with every --policy_loss but gspo
 --policy_loss bapo --offpolicy.lag 3 --algo.advantage.is_correction_level token
     => is_correction_level token: ... with --offpolicy.lag 3: off
---rollout.batch_size -16 => : allowed: 1 or more
---rollout.vllm_generate_batch_size -1 => : allowed: 1 or more
---train.micro_batch_size -8 => : allowed: 1 or more
---data.max_len -5 => : allowed: 2 or more
---data.max_len 0 => : allowed: 2 or more
---data.dataloader_num_workers -1 => : allowed: 0 or more
---data.max_images_per_prompt -1 => : allowed: 0 or more
---ds.lora.rank -8 => : allowed: 0 or more
---ckpt.save_steps 0 => : allowed: -1 (never), or 1 or more
---ckpt.save_steps -2 => : allowed: -1 (never), or 1 or more
---eval.steps 0 => : allowed: -1 (never), or 1 or more
---critic.freezing_steps -2 => : allowed: -1 (none), or more
---train.seed -1 => : allowed: from 0 to 2**32 - 1
---actor.adam.lr -1.0 => : allowed: 0 or more, and finite
---actor.adam.lr nan => : allowed: 0 or more, and finite
---actor.adam.lr inf => : allowed: 0 or more, and finite
---critic.adam.lr -1.0 => : allowed: 0 or more, and finite
---actor.adam.weight_decay -0.1 => : allowed: 0 or more, and finite
---actor.adam.eps 0.0 => : allowed: above 0, and finite
---actor.max_norm -1.0 => : allowed: 0 or more, and finite
---actor.eps_clip -0.2 => : allowed: 0 or more, and finite
---actor.dual_clip 0.5 => : allowed: above 1
---actor.entropy_coef nan => : allowed: a finite number
---actor.lr_warmup_ratio 3.0 => : allowed: from 0 to 1
---actor.min_lr_ratio -0.1 => : allowed: from 0 to 1
---algo.kl.init_coef -0.01 => : allowed: 0 or more, and finite
---algo.advantage.gamma 1.5 => : allowed: from 0 to 1
---algo.advantage.lambd -1.0 => : allowed: from 0 to 1
---critic.value_clip 0.0 => : allowed: above 0, and finite
---rollout.temperature 0.0 => : allowed: from 0.01 to 2
---rollout.temperature 0.005 => : allowed: from 0.01 to 2
---rollout.temperature 2.5 => : allowed: from 0.01 to 2
---rollout.temperature nan => : allowed: from 0.01 to 2
---eval.temperature -0.5 => : allowed: 0, or from 0.01 to 2
---eval.temperature 0.005 => : allowed: 0, or from 0.01 to 2
---rollout.top_p 2.0 => : allowed: above 0, up to 1
---rollout.top_p 0.0 => : allowed: above 0, up to 1
---vllm.gpu_memory_utilization 1.5 => : allowed: above 0, up to 1
---ckpt.max_mem 0.0 => : allowed: above 0
---reward.stop_properly_penalty_coef 2.0 => : allowed: up to 1
---ds.zero_stage 7 => : allowed: 0, 1, 2, 3
---actor.lr_scheduler cosin => : allowed: linear, cosine,
---actor.lr_scheduler warmup_stable_decay => : allowed: linear, cosine,
---vllm.sync_backend ncll => : allowed: nccl, gloo
---ds.grad_accum_dtype fp8 => : allowed: bf16, fp16, fp32
---ds.attn_implementation flash => : allowed: eager, sdpa,
---ckpt.best_metric_key reward => : allowed: none, or a metric of the evaluation
 --data.input_template Question: => : allowed: a text with {} for the input
---data.input_template '{} and {name}' => : allowed: a text with {} for the input, other braces doubled
---data.input_template '{} and {}' => : allowed: a text with {} for the input
 --data.input_template '\boxed{{}}' => : allowed: a text with {} for the input
 --data.prompt_probs 0.5,0.5 => : allowed: 1 numbers, one for each data set, that add up to 1
 --data.prompt_probs half => : allowed: 1 numbers, one for each data set, that add up to 1
 --train.batch_size many => --train.batch_size ... many ... invalid int value
---actor.adam.lr fast => --actor.adam.lr ... fast ... invalid float value
---algo.advantage.estimator ppo => --algo.advantage.estimator ... ppo ... invalid choice
 --ds.param_dtype fp64 => --ds.param_dtype ... fp64 ... invalid choice
 --replay.capacity 7 => : does nothing without --replay.ratio
---replay.max_staleness 2 => : does nothing without --replay.ratio
 --replay.strategy newest => : does nothing without --replay.ratio
 --partial.max_segments 2 => : does nothing without --partial.token_budget
---partial.on_stale finish => : does nothing without --partial.token_budget
 --train.batch_size 20 => : must be a multiple of 8, --train.micro_batch_size 8 on each of the 1 data-
 --train.batch_size 128 => : a rollout has only 64 samples
---train.micro_batch_size 48 => --train.batch_size 32: must be a multiple of 48
 --rollout.micro_batch_size 65 => : leaves fewer than 1 micro-batches
 --rollout.n_samples_per_prompt 1 => : --algo.advantage.estimator group_norm compares the responses
 --rollout.max_new_tokens 24 => : must be below --data.max_len 24
@@ -255,7 +199,6 @@ TOGETHER = r"""
 ~vllm.num_engines => --vllm.num_engines: is missing ... 1 or more
 --rollout.vllm_generate_batch_size 32 --train.async_enable --data.max_images_per_prompt 1
     => --rollout.vllm_generate_batch_size 32 ... allowed only without --data.max_images_per_prompt
---train.batch_sise 64 => unrecognized arguments: --train.batch_sise 64
 --actor.adam.betas 0.9 1.5 => --actor.adam.betas 0.9 1.5 ... from 0, below 1
 --reward.clip_range 10 -10 => --reward.clip_range 10.0 -10.0 ... LOW below HIGH
 --algo.dynamic_filtering_range 1 0 --algo.dynamic_filtering_enable
@@ -289,18 +232,6 @@ TOGETHER = r"""
 ~reward.remote_url --reward.model_name_or_path {d}/model --train.colocate_critic_reward --algo.advantage.estimator gae
     --critic.num_gpus_per_node 2
     => --reward.num_gpus_per_node 1: must equal --critic.num_nodes 1 x --critic.num_gpus_per_node 2
-~reward.remote_url --reward.model_name_or_path {d}/model --algo.kl.init_coef 0.1 --algo.advantage.estimator gae
-    --ds.ring_attn_size 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 3 --critic.num_gpus_per_node 2
-    --reward.num_gpus_per_node 2
-    => --ref.num_gpus_per_node 3: must be a multiple of --ds.ring_attn_size 2
-~reward.remote_url --reward.model_name_or_path {d}/model --algo.kl.init_coef 0.1 --algo.advantage.estimator gae
-    --ds.ring_attn_size 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 3
-    --reward.num_gpus_per_node 2
-    => --critic.num_gpus_per_node 3: must be a multiple of --ds.ring_attn_size 2
-~reward.remote_url --reward.model_name_or_path {d}/model --algo.kl.init_coef 0.1 --algo.advantage.estimator gae
-    --ds.ring_attn_size 2 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2
-    --reward.num_gpus_per_node 3
-    => : must be a multiple of --ds.ring_attn_size 2
 ~reward.remote_url --reward.model_name_or_path {d}/model --reward.num_nodes 0
     => --reward.num_nodes 0 x --reward.num_gpus_per_node 1: allowed: 1 or more
 --ds.ring_attn_size 2 --actor.num_gpus_per_node 3 => --ds.ring_attn_size 2 ... the actor's 3 GPUs
@@ -333,77 +264,49 @@ TOGETHER = r"""
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [*((f"--{flag} 0", f"--{flag} 0: allowed: 1 or more") for flag in ONE_OR_MORE), *refusals.rows(TOGETHER)],
+    [
+        *((f"--{flag} 0", f"--{flag} 0: allowed: 1 or more") for flag in ONE_OR_MORE),
+        *((f"--{flag}", f"--{flag}: allowed: {text}") for text, flags in OUTSIDE.items() for flag in flags.split(", ")),
+        *refusals.rows(TOGETHER),
+        *(
+            (
+                f"{FOUR_MODELS} --ds.ring_attn_size 2 --{name} 3",
+                f"--{name} 3: must be a multiple of --ds.ring_attn_size 2",
+            )
+            for name in (f"{model}.num_gpus_per_node" for model in ("ref", "critic", "reward"))
+        ),
+    ],
 )
 def test_a_value_or_a_clash_with_openrlhfs_flags_is_refused_in_one_line_before_ray_starts(
     tmp_path, flags, said, capsys
 ):
-    with pytest.raises(SystemExit) as exit_:
-        pipeline.parse(refusals.argv(tmp_path, flags))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and refusals.says(line, said), line
-
-
-# None: not given, so that a preset or the class of a rule decides.
-DEFAULTS = dict.fromkeys(
-    "policy_loss bapo.preset bapo.positive_contribution_target bapo.ratio_lower_start bapo.ratio_lower_max "
-    "bapo.ratio_lower_step bapo.ratio_upper_start bapo.ratio_upper_max bapo.ratio_upper_step bapo.contribution "
-    "bapo.scope bapo.token_weight bapo.smoothing bapo.smoothing_of bapo.smoothing_start bapo.discard_saved "
-    "bapo.dump_tokens m2.budget m2.half_life divergence.threshold topr.level balanced.target balanced.half_life "
-    "balanced.level offpolicy.ratio_base offpolicy.weight offpolicy.weight_level".split()
-) | {
-    "bapo.max_skipped_updates": 3,
-    "offpolicy.objective": "behavior",
-    "offpolicy.lag": 0,
-    "replay.ratio": 0.0,
-    "replay.capacity": 1024,
-    "replay.max_staleness": 4,
-    "replay.max_reuse": 1,
-    "replay.strategy": "uniform",
-    "replay.skip_uninformative": True,
-    "replay.seed": 0,
-    "replay.discard_saved": False,
-    "reward_fault.patience": 600.0,
-    "reward_fault.timeout": 300.0,
-    "reward_fault.max_drop_rate": 0.1,
-    "eval.at_start": False,
-    "ckpt.on_interrupt": True,
-    "partial.token_budget": 0,
-    "partial.oversample": 1.5,
-    "partial.max_segments": 0,
-    "partial.max_staleness": 8,
-    "partial.on_stale": "drop",
-    "partial.discard_saved": False,
-}
+    line = pipeline.refusal(refusals.argv(tmp_path, flags), capsys)
+    assert refusals.says(line, said), line
 
 
 def test_every_flag_has_its_documented_default():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     found = vars(parser.parse_args([]))
-    assert found == DEFAULTS
-    assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in DEFAULTS.items()}
+    # Where a preset, or the class of a rule, decides.
+    groups = ("policy_loss", "bapo.", *(f"{name}." for name in RULES), "offpolicy.ratio_base", "offpolicy.weight")
+    open_ones = {name for name in found if name.startswith(groups)} - {"bapo.max_skipped_updates"}
+    assert {name for name, value in found.items() if value is None} == open_ones
+    words = {"True": "on", "False": "off"}
+    shown = {name: words.get(str(value), str(value)).removesuffix(".0") for name, value in found.items()}
+    page = (pipeline.REPOSITORY / "docs/flags.md").read_text()
+    documented = dict(re.findall(r"^\| `--([\w.]+).* \| `?([\w.]+)`? \|$", page, re.MULTILINE))
+    assert {name: shown[name] for name in found.keys() - open_ones} == {
+        name: text for name, text in documented.items() if name not in open_ones
+    }
 
 
-# rho_0; lower start, max, step; upper start, max, step; contribution; order and kind of the target, which have no flag;
-# scope, token weight, --actor.dual_clip, smoothing.
-PRESETS = {
-    None: "0.4 0.6 0.9 0.02 1.2 3.0 0.05 surrogate upper_first share update none None 0.0",
-    "readme": "0.5 0.6 0.9 0.02 1.2 3.0 0.05 surrogate upper_first share update none None 0.0",
-    "paper": "0.4 0.6 0.9 0.02 1.2 3.0 0.05 surrogate upper_first share update none None 0.0",
-    "octothinker": "0.45 0.8 0.9 0.02 1.2 2.0 0.05 surrogate upper_first share update none None 0.0",
-    "released": "1.0 0.6 0.8 0.05 1.2 2.0 0.05 surrogate lower_first ratio micro_batch none 3.0 0.0",
-    "steady": "0.5 0.6 0.9 0.02 1.2 3.0 0.05 gradient upper_first share update none 3.0 20.0",
-}
-
-
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_a_preset_sets_every_field(tmp_path, preset):
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", bapo__preset=preset))
-    config = astuple(clip_config_from_args(args.bapo))[: len(SEARCH_FIELDS)]
-    beside = args.bapo.scope, args.bapo.token_weight, args.actor.dual_clip, args.bapo.smoothing
-    assert " ".join(map(str, (*config, *beside))) == PRESETS[preset]
-    assert args.bapo.preset == (preset or "paper")
+    config = replace(clip_config_from_args(args.bapo), dual_clip=args.actor.dual_clip)
+    assert config == ClipConfig.preset(preset or "paper")  # tests/unit/test_clip_bounds.py has its numbers
+    assert (args.bapo.preset, args.bapo.token_weight) == (preset or "paper", "none")
 
 
 GIVEN = {
@@ -464,11 +367,7 @@ def test_another_rule_is_against_the_policy_that_generated_the_tokens_and_logs_e
     assert (args.policy_loss, args.actor.policy_loss_type, args.actor.entropy_coef) == (name, "ppo", 0.0)
     assert args.offpolicy.ratio_base == "recomputed"
     args = pipeline.parse(pipeline.flags(tmp_path, policy_loss=name, train__async_enable=True))
-    assert (
-        args.offpolicy.ratio_base
-        == pipeline.parse(pipeline.flags(tmp_path, policy_loss="bapo", train__async_enable=True)).offpolicy.ratio_base
-        != "recomputed"
-    )
+    assert args.offpolicy.ratio_base == "rollout"
 
 
 def test_every_replay_flag_reaches_the_pools_settings(tmp_path):
@@ -510,7 +409,9 @@ def test_allowed_combinations_are_accepted(tmp_path, flags):
 RESOLVED = """
 --policy_loss bapo => actor.entropy_coef=0.0
 --policy_loss bapo --actor.entropy_coef 0.01 => actor.entropy_coef=0.01
---policy_loss ppo => actor.entropy_coef=None
+--policy_loss ppo => actor.entropy_coef=None bapo.dump_tokens=None
+--policy_loss ppo --offpolicy.ratio_base auto --bapo.dump_tokens 0 => actor.entropy_coef=None
+--policy_loss ppo --offpolicy.ratio_base auto --bapo.dump_tokens 5 => actor.entropy_coef=0.0 bapo.dump_tokens=5
 --policy_loss bapo --bapo.preset octothinker --bapo.ratio_upper_max 2.5
     => bapo.ratio_upper_max=2.5 bapo.positive_contribution_target=0.45 bapo.scope=update actor.policy_loss_type=ppo
 --policy_loss bapo --bapo.preset released --bapo.scope update --actor.dual_clip 5
@@ -570,7 +471,6 @@ RATIOS = f"""
 --policy_loss ppo --offpolicy.ratio_base recomputed --replay.ratio 1 => recomputed
 --policy_loss gspo --train.async_enable => None ... --policy_loss gspo: ... of --train.async_enable;
 --policy_loss bapo => recomputed
---policy_loss bapo --train.async_enable --offpolicy.ratio_base rollout => rollout
 --policy_loss bapo --offpolicy.ratio_base rollout => rollout
 --replay.ratio 1 => recomputed
 --replay.ratio 1 --train.async_enable => rollout ... --train.async_enable: the ratio is against

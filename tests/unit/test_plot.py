@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 
+import pipeline
 import pytest
 from matplotlib import pyplot
 from torch.utils.tensorboard import SummaryWriter
@@ -153,10 +154,7 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, flags, said):
     log(Path("run"), num_steps=1)
     with SummaryWriter("other") as writer:
         writer.add_scalar("loss", 1.0, 0)
-    with pytest.raises(SystemExit) as exit_:
-        plot.main(flags)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and line.startswith(f"openrlhf-bapo: {said}")
+    assert pipeline.refusal(flags, capsys, plot.main).startswith(said)
 
 
 def test_a_run_without_a_label_has_its_folders_name_equals_signs_are_allowed_and_any_name_is_a_png(tmp_path, figures):

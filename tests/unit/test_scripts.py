@@ -328,13 +328,8 @@ def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
 
 
 def test_set_up_installs_once_per_device(tree):
-    assert [set_up(tree, DEVICE=device)[1] for device in ("cpu", "cpu", "gpu", "gpu", "cpu")] == [
-        "cpu",
-        "",
-        "gpu",
-        "",
-        "cpu",
-    ]
+    installed = [set_up(tree, DEVICE=device)[1] for device in ("cpu", "cpu", "gpu", "gpu", "cpu")]
+    assert installed == ["cpu", "", "gpu", "", "cpu"]
 
 
 def test_set_up_is_for_the_detected_device_unless_one_is_named(tree):

@@ -5,7 +5,6 @@ tests/integration/test_lag.py has files from the real pipeline.
 
 import csv
 import math
-import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -98,6 +97,14 @@ def test_an_update_without_bounds_has_0_and_inf_and_is_drawn(directory, tmp_path
     tokens.draw(tokens.read_tokens(tmp_path, None), tmp_path / "tokens.png")
 
 
+def each_sample(found: dict[str, np.ndarray]):
+    """Yield (place in LENGTHS, rows) of the samples. Training shuffles them; each has its own staleness and length."""
+    for sample in range(8):
+        rows = found["sample"] == sample
+        (staleness,) = set(found["staleness"][rows])
+        yield list(zip(STALENESS, LENGTHS, strict=True)).index((staleness, rows.sum())), rows
+
+
 @pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
 def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tmp_path, policy_loss):
     lower, upper = (0.85, 1.5) if policy_loss == "bapo" else (0.8, 1.2)
@@ -109,18 +116,12 @@ def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tm
     assert not found["dual_clipped"].any()
     assert set(found["weight"]) == {1.0} and "start_over_behavior" not in found
 
-    # Training shuffles the rows. A sample is recognized by its length, staleness and ratio.
     model_log_probs, model_entropy = of_the_model(directory)
     order = []
-    for sample in range(8):
-        rows = found["sample"] == sample
-        (staleness,), (ratio,) = set(found["staleness"][rows]), set(np.round(found["ratio"][rows], 3))
-        (which,) = [
-            i
-            for i, (stale, log_ratio, length) in enumerate(zip(STALENESS, LOG_RATIOS, LENGTHS, strict=True))
-            if (stale, length) == (staleness, rows.sum()) and abs(math.exp(log_ratio) - ratio) < 1e-3
-        ]
+    for which, rows in each_sample(found):
         order.append(which)
+        ratio = math.exp(LOG_RATIOS[which])
+        np.testing.assert_allclose(found["ratio"][rows], ratio, atol=1e-3)
         advantage = float(stale_samples(STALENESS, LOG_RATIOS)[which].advantages[0, -1])
         assert found["position"][rows].tolist() == list(range(LENGTHS[which]))
         np.testing.assert_allclose(found["advantage"][rows], advantage, rtol=1e-6)
@@ -132,8 +133,7 @@ def test_every_token_is_written_with_its_ratio_bounds_and_clipping(directory, tm
     for sign, name in ((1, "positive"), (-1, "negative")):
         of_sign = found["clipped"][found["advantage"] * sign > 0]
         assert result["status"][f"offpolicy/clip_frac_{name}"] == pytest.approx(of_sign.mean())
-    num_tokens = len(found["entropy"])
-    assert num_tokens == sum(LENGTHS)
+    assert len(found["entropy"]) == sum(LENGTHS)
 
 
 LOG_WEIGHTS = [0, -0.1, -0.8, 0.9, -0.2, 1.7, 0.05, -0.4]  # log s by sample; 1, 3, 5 and 7 are negative
@@ -166,14 +166,10 @@ def masked(s: float, *_) -> float:
 def test_every_token_is_written_with_the_weight_that_its_loss_has(directory, tmp_path, flags, weigh):
     found, (result,) = dump(directory, tmp_path, log_weights=LOG_WEIGHTS, **flags)
     status, weights = result["status"], []
-    for sample in range(8):
-        rows = found["sample"] == sample
-        # Training shuffles the rows. A sample is recognized by its length and staleness.
-        (staleness,), length = set(found["staleness"][rows]), rows.sum()
-        which = list(zip(STALENESS, LENGTHS, strict=True)).index((staleness, length))
+    for which, rows in each_sample(found):
         s = math.exp(LOG_WEIGHTS[which])
         np.testing.assert_allclose(found["start_over_behavior"][rows], s, rtol=1e-4)
-        weights.append(weigh(s, length, POSITIVE[which]))
+        weights.append(weigh(s, LENGTHS[which], POSITIVE[which]))
         np.testing.assert_allclose(found["weight"][rows], weights[-1], rtol=1e-3, err_msg=f"sample {which}")
     assert (len(set(weights)) > 1) == (flags.get("offpolicy__weight") != "none")
     negative = found["weight"][found["advantage"] < 0].mean()
@@ -295,36 +291,6 @@ def test_a_resumed_run_continues_to_count_its_steps(directory, tmp_path):
 def test_steps_that_train_only_the_critic_are_counted(directory, tmp_path):
     dump(directory, tmp_path, critic__freezing_steps=4)  # of steps 0 to 4
     assert [file.name for file in tmp_path.rglob("*.parquet")] == ["step_000006_rank0.parquet"]
-
-
-def test_ppo_logs_the_entropy_that_it_dumps_as_bapo_does(tmp_path):
-    (tmp_path / "reward.py").touch()
-    given = dict(policy_loss="ppo", offpolicy__ratio_base="auto")
-    args = [pipeline.parse(pipeline.flags(tmp_path, **given, bapo__dump_tokens=n)) for n in (None, 0, 5)]
-    assert [(a.bapo.dump_tokens, a.actor.entropy_coef) for a in args] == [(None, None), (0, None), (5, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (dict(policy_loss="bapo", bapo__dump_tokens=-1), "--bapo.dump_tokens -1: allowed: 0 or more"),
-        (dict(policy_loss="bapo", bapo__dump_tokens="all"), "--bapo.dump_tokens: invalid int value: 'all'"),
-        (
-            dict(policy_loss="ppo", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*bapo, m2 or divergence, or with ppo and --offpolicy.ratio_base",
-        ),
-        (
-            dict(policy_loss="gspo", offpolicy__ratio_base="auto", bapo__dump_tokens=5),
-            "--bapo.dump_tokens 5: .*allowed with --policy_loss bapo, .*; this run has gspo",
-        ),
-    ],
-)
-def test_a_dump_that_is_impossible_is_refused_in_one_line(tmp_path, capsys, flags, message):
-    (tmp_path / "reward.py").touch()
-    with pytest.raises(SystemExit) as exit_:
-        pipeline.parse(pipeline.flags(tmp_path, **flags))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert exit_.value.code == 2 and re.search(message, line), line
 
 
 # ---- The picture and its numbers ----
@@ -515,11 +481,7 @@ def test_mistakes_end_in_one_line(tmp_path, capsys):
     written(tmp_path / "b/tensorboard")
 
     def refused(*argv) -> str:
-        with pytest.raises(SystemExit) as exit_:
-            tokens.main([str(arg) for arg in argv])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert exit_.value.code == 2
-        return line
+        return pipeline.refusal(argv, capsys, tokens.main)
 
     empty = tmp_path / "nowhere"
     assert f"RUN {empty}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N" in refused(empty)
