@@ -1,7 +1,5 @@
 """BAPO in Molt, in Molt's environment: its cases, and a whole run."""
 
-import subprocess
-
 import pipeline
 import pytest
 
@@ -14,17 +12,11 @@ TARGET = 0.56  # laptop.sh's
 
 @pytest.fixture(scope="module")
 def programs():
-    """The directory of Molt's environment that has python in it."""
-    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts/setup_framework.sh"), "molt"], check=True)
-    return pipeline.REPOSITORY / ".venv-molt" / "bin"
+    return pipeline.framework_programs("molt")
 
 
 def test_molts_cases_pass_in_its_environment(programs, tmp_path):
-    command = [programs / "python", pipeline.SUPPORT / "molt_cases.py"]
-    with pipeline.running(command, tmp_path / "log", PYTHONPATH=CPU) as process:
-        code = process.wait()
-    output = (tmp_path / "log").read_text()
-    assert code == 0 and "skipped" not in output.splitlines()[-1], output[-20_000:]
+    pipeline.assert_cases_pass("molt", programs, tmp_path / "log", CPU)
 
 
 def test_molts_command_learns_on_two_ranks_from_stale_rollouts_between_bounds_that_it_finds(programs, tmp_path):

@@ -11,7 +11,7 @@ import recordings
 import torch
 import trl_async_cpu
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from openrlhf_bapo.trl_async import BapoAsyncGRPOTrainer
@@ -67,8 +67,8 @@ class Recording(BapoAsyncGRPOTrainer):
 class Policies:
     """Recomputes log-probs with a model of transformers' own."""
 
-    def __init__(self, folder) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, directory) -> None:
+        self._model = pipeline.load_model(directory)
 
     @torch.no_grad()
     def log_probs(self, weights: dict, sample: dict) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_ratios_are_against_the_policies_that_generated_while_the_trainer_went_o
 
     logged = [entry for entry in trainer.state.log_history if "offpolicy/ess" in entry]
     assert len(trainer.steps) == len(logged) == NUM_STEPS
-    policies, gaps = Policies(directory / "model"), []
+    policies, gaps = Policies(directory), []
     for step, entry in zip(trainer.steps, logged, strict=True):
         new, old, staleness = [], [], []
         for samples, tags in step["micro_batches"]:

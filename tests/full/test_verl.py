@@ -1,4 +1,4 @@
-"""BAPO in verl, in verl's environment: its cases, a whole run, and the same tokens in OpenRLHF, TRL and verl."""
+"""BAPO in verl, in verl's environment: its cases, and whole runs."""
 
 import os
 import re
@@ -7,99 +7,19 @@ import subprocess
 from pathlib import Path
 
 import pipeline
-import presets
 import pytest
-import torch
-from test_trl import arguments
-from trl import GRPOTrainer
 
-from openrlhf_bapo import BapoPolicyLoss, ClipConfig, find_clip_bounds
 from openrlhf_bapo.cli import plot
-from openrlhf_bapo.trl import BapoGRPOTrainer
-
-SEARCH = ClipConfig(contribution="gradient", positive_contribution_target=0.35)  # as in verl_cases.py
-
-
-@pytest.fixture(scope="module")
-def tokens() -> dict[str, torch.Tensor]:
-    """The tokens of 8 responses, each tensor [8, 12]; some ratios are far from 1."""
-    generator = torch.Generator().manual_seed(0)
-    log_probs = -2 * torch.rand(8, 12, generator=generator)
-    mask = (torch.arange(12) < torch.randint(1, 13, (8, 1), generator=generator)).long()
-    return dict(
-        log_probs=log_probs,
-        old_log_probs=log_probs + 0.5 * torch.randn(8, 12, generator=generator),
-        advantages=(torch.randn(8, 1, generator=generator) - 0.4).expand(8, 12).contiguous(),
-        mask=mask,
-    )
 
 
 @pytest.fixture(scope="module")
 def programs():
-    """The directory of verl's environment that has python in it."""
-    subprocess.run(["bash", str(pipeline.REPOSITORY / "scripts/setup_framework.sh"), "verl"], check=True)
-    return pipeline.REPOSITORY / ".venv-verl" / "bin"
+    return pipeline.framework_programs("verl")
 
 
-@pytest.fixture(scope="module")
-def in_verl(tokens, programs, tmp_path_factory):
-    """The run of verl's cases; lower and upper bound and gradient [8, 12] of the tokens; and those by preset."""
-    directory = tmp_path_factory.mktemp("verl")
-    torch.save(tokens, directory / "tokens.pt")
-    files = [directory / name for name in ("tokens.pt", "found.pt", "presets.pt")]
-    command = [programs / "python", pipeline.SUPPORT / "verl_cases.py", *files]
+def test_verls_cases_pass_in_its_environment(programs, tmp_path):
     path = pipeline.python_path(pipeline.REPOSITORY / "examples/verl")
-    environment = os.environ | {"PYTHONPATH": path}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment)
-    return run, torch.load(files[1]), torch.load(files[2])
-
-
-def test_verls_cases_pass_in_its_environment(in_verl):
-    run, *_ = in_verl
-    assert run.returncode == 0 and "skipped" not in run.stdout.splitlines()[-1], run.stdout[-20_000:]
-
-
-def in_trl(directory, monkeypatch, log_probs, old_log_probs, advantages, mask):
-    given = log_probs.clone().requires_grad_()
-    policy = lambda *_, **__: (given, torch.zeros_like(given), None)  # noqa: E731
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", policy)
-    overrides = dict(per_device_train_batch_size=8, steps_per_generation=1)
-    trainer = BapoGRPOTrainer(**arguments(directory, **overrides), bapo=SEARCH)
-    ids = torch.ones_like(mask)
-    inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=advantages)
-    inputs |= dict(old_per_token_logps=old_log_probs, num_items_in_batch=mask.sum())
-    trainer._buffered_inputs, trainer.current_gradient_accumulation_steps = [inputs], 1
-    trainer.get_batch_samples(iter([inputs]), 1, "cpu")
-    trainer.model.train()
-    trainer._compute_loss(trainer.model, inputs).backward()
-    return float(1 - trainer.epsilon_low), float(1 + trainer.epsilon_high), given.grad
-
-
-def in_openrlhf(log_probs, old_log_probs, advantages, mask):
-    loss, log_probs = BapoPolicyLoss(clip_config=SEARCH), log_probs.clone().requires_grad_()
-    loss(log_probs, old_log_probs, advantages, mask)[0].backward()
-    bounds = loss.updates[0].used
-    return bounds.lower.item(), bounds.upper.item(), log_probs.grad
-
-
-def test_the_same_tokens_have_the_same_bounds_and_gradient_in_openrlhf_trl_and_verl(
-    tokens, in_verl, tmp_path, monkeypatch
-):
-    directory = pipeline.make_model(tmp_path)
-    ratio = (tokens["log_probs"] - tokens["old_log_probs"]).exp()
-    bounds = find_clip_bounds(ratio, tokens["advantages"], tokens["mask"], SEARCH)
-    assert bounds.initial_share < 0.35 <= bounds.positive_share  # somewhere on the path
-    expected = in_openrlhf(**tokens)
-    clipped = (expected[2] == 0) & (tokens["mask"] > 0)
-    assert 0 < clipped.sum() < tokens["mask"].sum()
-    for *found, gradient in (expected, in_trl(directory, monkeypatch, **tokens), in_verl[1]):
-        assert found == pytest.approx([bounds.lower.item(), bounds.upper.item()], abs=1e-12)
-        assert torch.allclose(gradient, expected[2], rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", presets.NAMES)
-def test_a_rule_has_the_plain_loops_bounds_and_gradient_in_verl(name, in_verl):
-    presets.assert_same(in_verl[2][name], name)
+    pipeline.assert_cases_pass("verl", programs, tmp_path / "log", path)
 
 
 TARGET = 0.56  # laptop.sh's

@@ -5,7 +5,6 @@ import copy
 import inspect
 import math
 import os
-import re
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked process would wait for its parent's other threads
@@ -14,6 +13,7 @@ import pipeline
 import presets
 import pytest
 import ray
+import refusals
 import torch
 from molt.cli import train_rl_ray
 from molt.models import PolicyLoss
@@ -25,16 +25,15 @@ from molt.trainer.workers import policy_actor
 from molt.utils import get_strategy
 from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: F401  # likewise in every forked process
 from ranks import on_ranks
+from reference import expected_entropy, expected_step
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM
 
 import openrlhf_bapo.molt
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.molt import BapoPolicyLoss, BapoPolicyModelActor
 from openrlhf_bapo.rules.clip_bounds import tally_contributions
 from openrlhf_bapo.rules.clip_config import SmoothingConfig
-from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds, Tokens
-from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds
 from openrlhf_bapo.rules.other_rules import as_clip_rule
 
 NUM_SAMPLES, NUM_ROLLOUTS, NUM_STEPS = 16, 2, 2  # steps per rollout
@@ -90,6 +89,15 @@ def parse(argv: list[str]):
     return parsed.value.args[0]
 
 
+def refusal(argv: list[str], capsys) -> str:
+    """Return the one line with which Molt's command refuses the flags."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(argv)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return pipeline.make_model(tmp_path_factory.mktemp("molt"))
@@ -106,17 +114,10 @@ def samples(directory) -> list[dict[str, torch.Tensor]]:
         advantages = torch.randn(1, 1, generator=generator) * mask
         noise = 0.4 * torch.randn(mask.shape, generator=generator) * mask
         found.append(dict(sequences=sequence, mask=mask, advantages=advantages, noise=noise))
-    start = load(directory)
+    start = pipeline.load_model(directory)
     for sample in found:
         sample["rollout_log_probs"] = log_probs(start, sample) + sample.pop("noise")
     return found
-
-
-def load(directory, weights: dict | None = None):
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    if weights is not None:
-        model.load_state_dict(weights)
-    return model
 
 
 @torch.no_grad()
@@ -128,7 +129,7 @@ def log_probs(model, sample) -> torch.Tensor:
 
 def tokens_of(directory, samples, weights) -> tuple[torch.Tensor, ...]:
     """Ratio, advantages and mask of samples under a policy, [tokens]."""
-    model = load(directory, weights)
+    model = pipeline.load_model(directory, weights)
     parts = [((log_probs(model, x) - x["rollout_log_probs"]).exp(), x["advantages"], x["mask"].long()) for x in samples]
     return tuple(torch.cat([part[0] for part in column]) for column in zip(*parts, strict=True))
 
@@ -198,7 +199,7 @@ def train(rank, args, directory, samples, first=0, num_rollouts=NUM_ROLLOUTS, sa
     seen, before = [], [weights()]
     for number in range(first, num_rollouts):
         here = range(rank, NUM_SAMPLES, world_size)
-        model = load(directory, before[-1])
+        model = pipeline.load_model(directory, before[-1])
         for index in here:
             std = None if stds is None else stds[index % len(stds)]
             actor.append(experience(index, samples[index], log_probs(model, samples[index]), std))
@@ -347,10 +348,7 @@ def test_a_checkpoint_of_another_rule_is_refused_in_one_line_before_ray_starts(d
     capsys.readouterr()
     for given, said in OTHER_RULES.items():
         parse([*ours, *given])
-        with pytest.raises(SystemExit) as exit_:
-            parse([*ours, *given, "--ckpt.load_enable"])
-        error = capsys.readouterr().err
-        assert exit_.value.code == 2 and error.count("\n") == 1 and said in error, error
+        assert said in refusal([*ours, *given, "--ckpt.load_enable"], capsys)
 
 
 def test_a_resume_of_the_weights_alone_starts_the_rule_again_whatever_rule_the_checkpoint_has(
@@ -393,25 +391,12 @@ def test_a_rollout_that_is_one_step_is_searched_as_one(directory, samples):
     ranks = on_ranks(2, train, args, directory, samples, num_rollouts=1)
     (weights, _), *others = ranks[0][0]
     assert not others
-    ratio, advantages, mask = tokens_of(directory, samples, weights)
-    expected = find_clip_bounds(ratio, advantages, mask, CONFIG)
+    ratio, *others = tokens_of(directory, samples, weights)
+    bounds, expected = expected_step(ratio, *others, CONFIG)
+    expected |= expected_entropy(ratio, torch.cat([x["rollout_log_probs"][0] for x in samples]), *others, bounds)
     status = ranks[0][1][0]
-    assert status["bapo/clip_high"] == pytest.approx(expected.upper.item(), abs=1e-9)
-
-    rule, behavior = EntropyRule(), torch.cat([x["rollout_log_probs"][0] for x in samples])
-    tokens = Tokens(behavior + ratio.log(), behavior, advantages, mask)
-    rule.tally(FixedBounds(expected.lower.item(), expected.upper.item()), tokens, dual_clip=None)
-    rule.close_update()
-    ratio, advantages = ratio[mask > 0], advantages[mask > 0]
-    logged = rule.take_metrics() | {
-        "offpolicy/ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
-        "offpolicy/ratio_mean": ratio.mean(),
-        "offpolicy/ratio_max": ratio.max(),
-        "offpolicy/clip_frac_positive": (ratio[advantages > 0] > expected.upper).float().mean(),
-        "offpolicy/clip_frac_negative": (ratio[advantages < 0] < expected.lower).float().mean(),
-    }
-    ours = {name: status[name] for name in status if name.startswith(("entropy/", "offpolicy/"))}
-    assert ours == {name: pytest.approx(float(value), abs=1e-5) for name, value in logged.items()}
+    logged = {name: value for name, value in status.items() if name.startswith(("entropy/", "offpolicy/"))}
+    assert logged | {name: status[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss_agg_mode", openrlhf_bapo.molt.MEAN_OVER)
@@ -478,47 +463,33 @@ def test_a_token_whose_engines_log_prob_is_not_finite_has_no_gradient(name):
     assert given.grad[0, 0] == 0 and given.grad.isfinite().all() and given.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--policy_loss bapo --actor.loss_mode gspo", "--actor.loss_mode gspo: .* --policy_loss bapo: ppo"),
-        (
-            "--policy_loss m2 --actor.loss_agg_mode prompt-mean-token-mean",
-            "prompt-mean.*: token-mean, seq",
-        ),
-        (
-            "--policy_loss topr --algo.advantage.is_correction_level seq",
-            "is_correction_level seq: .*off",
-        ),
-        ("--policy_loss bapo --algo.advantage.score_centering_top_k 8", "score_centering_top_k 8: .*: 0"),
-        ("--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3", "--actor.eps_clip_low_high 0.2 0.3: not allowed"),
-        ("--policy_loss bapo --bapo.ratio_lower_max 1.2", "--bapo.ratio_lower_max 1.2 .*<= 1"),
-        ("--policy_loss bapo --rollout.top_p 0.9", "--rollout.top_p 0.9: .* --policy_loss bapo: 1.0"),
-        ("--policy_loss bapo --actor.dual_clip 0.9", "--actor.dual_clip 0.9: allowed: above 1"),
-        ("--policy_loss bap0", "--policy_loss.*'bap0'"),
-        ("--bapo.preset paper", "--bapo.preset paper: allowed only with --policy_loss bapo"),
-        ("--policy_loss balanced --m2.budget 0.1", "--m2.budget 0.1: allowed only with --policy_loss m2"),
-        ("--policy_loss nowhere.py:Mine", "--policy_loss nowhere.py:Mine: no file nowhere.py"),
-        ("--policy_loss own_rules:Mines", "own_rules has no class 'Mines'"),
-        ("--policy_loss own_rules:Flat", r"--policy_loss own_rules:Flat: weights\(\) has the shape \(4,\)"),
-        ("--policy_loss own_rules:Mine --rule.target 2", "own_rules:Mine: .*target 2.0 is not allowed"),
-    ],
-)
-def test_a_mistake_is_one_line_with_flag_value_and_what_is_allowed(directory, argv, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse([*flags(directory), *argv.split()])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.count("\n") == 1
-    assert re.search(message, error), error
+MISTAKES = """
+--policy_loss bapo --actor.loss_mode gspo => : ... --policy_loss bapo: ppo
+--policy_loss m2 --actor.loss_agg_mode prompt-mean-token-mean => : ... token-mean, seq
+--policy_loss topr --algo.advantage.is_correction_level seq => : ... off
+--policy_loss bapo --algo.advantage.score_centering_top_k 8 => : ... : 0
+--policy_loss bapo --actor.eps_clip_low_high 0.2 0.3 => : not allowed
+--policy_loss bapo --bapo.ratio_lower_max 1.2 => --bapo.ratio_lower_max 1.2 ... <= 1
+--policy_loss bapo --rollout.top_p 0.9 => : ... --policy_loss bapo: 1.0
+--policy_loss bapo --actor.dual_clip 0.9 => : allowed: above 1
+--policy_loss bap0 => --policy_loss ... 'bap0'
+--bapo.preset paper => : allowed only with --policy_loss bapo
+--policy_loss balanced --m2.budget 0.1 => : allowed only with --policy_loss m2
+--policy_loss nowhere.py:Mine => : no file nowhere.py
+--policy_loss own_rules:Mines => own_rules has no class 'Mines'
+--policy_loss own_rules:Mine --rule.target 2 => own_rules:Mine: ... target 2.0 is not allowed
+"""
+
+
+@pytest.mark.parametrize(("argv", "said"), refusals.rows(MISTAKES))
+def test_a_mistake_is_one_line_with_flag_value_and_what_is_allowed(directory, argv, said, capsys):
+    assert refusals.says(refusal([*flags(directory), *argv.split()], capsys), said)
 
 
 def test_the_engines_are_asked_for_log_probs_and_the_correction_keeps_every_token(directory):
     given = parse([*flags(directory), "--policy_loss", "bapo"]).algo.advantage
-    assert (given.is_correction_level, given.is_correction_mode, given.is_correction_gating) == (
-        "token",
-        "mask",
-        "ratio",
-    )
+    found = given.is_correction_level, given.is_correction_mode, given.is_correction_gating
+    assert found == ("token", "mask", "ratio")
     lowest, highest = given.is_correction_threshold
     assert lowest <= 1 <= highest
 

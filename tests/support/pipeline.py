@@ -116,6 +116,16 @@ def make_model(directory: Path, num_prompts: int = 64) -> Path:
     return directory
 
 
+def load_model(directory: Path, weights: dict[str, torch.Tensor] | None = None):
+    """Return the model of `make_model` in float32, by transformers alone; with these weights in place of its own."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
 def make_checkpoint(folder: Path, zero_stage: int = 0, num_ranks: int = 1, prefix: str = "") -> Path:
     """Write the files of DeepSpeed's checkpoint, without weights; `prefix` is that of the optimizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -494,6 +504,21 @@ def run_laptop(framework: str, python: str, directory: Path, *arguments: str) ->
     assert picture.name == "curves.png" and picture.stat().st_size > 10_000
     assert re.fullmatch(r"step \d+: mean reward [01]\.\d+", lines[-2]), lines
     return picture.parent
+
+
+def framework_programs(framework: str) -> Path:
+    """Set up the environment of "verl" or "molt"; return the folder that has its `python`."""
+    subprocess.run(["bash", str(REPOSITORY / "scripts/setup_framework.sh"), framework], check=True)
+    return REPOSITORY / f".venv-{framework}" / "bin"
+
+
+def assert_cases_pass(framework: str, programs: Path, log: Path, path: str) -> None:
+    """Run tests/support/FRAMEWORK_cases.py in the framework's environment; no case may fail or be skipped."""
+    command = [programs / "python", SUPPORT / f"{framework}_cases.py"]
+    with running(command, log, PYTHONPATH=path) as process:
+        code = process.wait()
+    output = log.read_text()
+    assert code == 0 and "skipped" not in output.splitlines()[-1], output[-20_000:]
 
 
 def train(directory: Path, argv: list[str], name: str, command=TRAIN, **env) -> str:

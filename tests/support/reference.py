@@ -1,8 +1,12 @@
-"""Algorithm 1 as a plain loop over Python floats, with which tests compare the fast search."""
+"""What tests compare with: Algorithm 1 as a plain loop over Python floats, and the metrics of an optimizer step."""
 
 import math
 
-from openrlhf_bapo import ClipConfig
+import torch
+
+from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo.rules.clip_rules import FixedBounds, Tokens
+from openrlhf_bapo.rules.entropy_rule import EntropyRule
 
 
 def contributions(tokens, lower: float, upper: float, contribution: str) -> tuple[float, float]:
@@ -85,3 +89,41 @@ def near_a_decision(token_list, config, margin: float) -> bool:
         if any(abs(ratio - bound) <= margin * bound for ratio, _, _ in active for bound in (lower, upper)):
             return True
     return False
+
+
+def expected_step(
+    ratio: torch.Tensor, advantages: torch.Tensor, weight: torch.Tensor, config: ClipConfig
+) -> tuple[tuple[float, float], dict[str, float]]:
+    """Return (lower, upper) of the search on all tokens of an optimizer step, and the metrics that a trainer logs.
+
+    The tensors have one shape. A token of weight 0 does not count.
+    """
+    found = find_clip_bounds(ratio, advantages, weight, config)
+    lower, upper = found.lower.item(), found.upper.item()
+    metrics = {"bapo/clip_low": lower, "bapo/clip_high": upper}
+    for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
+        metrics[f"bapo/{name}"] = getattr(found, name).item()
+    ratio, advantages = ratio[weight > 0], advantages[weight > 0]
+    offpolicy = {
+        "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "clip_frac_positive": (ratio[advantages > 0] > upper).float().mean(),
+        "clip_frac_negative": (ratio[advantages < 0] < lower).float().mean(),
+    }
+    return (lower, upper), metrics | {f"offpolicy/{name}": value.item() for name, value in offpolicy.items()}
+
+
+def expected_entropy(
+    ratio: torch.Tensor,
+    behavior_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    weight: torch.Tensor,
+    bounds: tuple[float, float],
+    dual_clip: float | None = None,
+) -> dict[str, float]:
+    """Return the metrics of the Entropy-Clip Rule on the tokens of one optimizer step between these bounds."""
+    rule, tokens = EntropyRule(), Tokens(behavior_log_probs + ratio.log(), behavior_log_probs, advantages, weight)
+    rule.tally(FixedBounds(*bounds), tokens, dual_clip)
+    rule.close_update()
+    return rule.take_metrics()

@@ -23,8 +23,9 @@ import verl
 import verl_cpu  # noqa: F401
 from hydra import compose, initialize_config_dir
 from ranks import on_ranks
+from reference import expected_entropy, expected_step
 from tensordict import TensorDict
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -48,14 +49,14 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from openrlhf_bapo import ClipConfig, find_clip_bounds
 from openrlhf_bapo.rules.clip_bounds import tally_contributions
 from openrlhf_bapo.rules.clip_config import PRESETS, SmoothingConfig
-from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds, Tokens
-from openrlhf_bapo.rules.entropy_rule import EntropyRule
+from openrlhf_bapo.rules.clip_rules import SteadyBounds
 from openrlhf_bapo.rules.saved_rule import save_rule
 from openrlhf_bapo.verl import BapoFSDPEngine, BapoPolicyLossConfig, compute_policy_loss_bapo
 
 NUM_SAMPLES, NUM_STEPS = 16, 3
 SEARCH = dict(contribution="gradient", positive_contribution_target=0.35)
-SEARCHING = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH)
+CONFIG = partial(BapoPolicyLossConfig, loss_mode="bapo")
+SEARCHING = partial(CONFIG, search=SEARCH)
 
 
 # The engine would import these in every forked process.
@@ -86,9 +87,8 @@ def make_batch(directory) -> dict[str, torch.Tensor]:
         advantages=torch.randn(NUM_SAMPLES, 1, generator=generator).expand(-1, 10).clone(),
         rollout_is_weights=torch.rand(NUM_SAMPLES, 10, generator=generator) + 0.5,
     )
-    start = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     noise = 0.4 * torch.randn(NUM_SAMPLES, 10, generator=generator)
-    batch["old_log_probs"] = log_probs(start, batch) + noise
+    batch["old_log_probs"] = log_probs(pipeline.load_model(directory), batch) + noise
     return batch
 
 
@@ -101,20 +101,8 @@ def log_probs(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def tokens_of(directory, batch, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Ratio, advantages and mask of a batch under a policy, [samples, 10]."""
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    model.load_state_dict(weights)
-    ratio = (log_probs(model, batch) - batch["old_log_probs"]).exp()
+    ratio = (log_probs(pipeline.load_model(directory, weights), batch) - batch["old_log_probs"]).exp()
     return ratio, batch["advantages"], batch["response_mask"]
-
-
-def predicted_of(directory, batch, weights, bounds) -> dict[str, float]:
-    """The metrics of the Entropy-Clip Rule on a batch; verl's dual clip of 3 is always on."""
-    ratio, advantages, mask = tokens_of(directory, batch, weights)
-    behavior, rule = batch["old_log_probs"], EntropyRule()
-    tokens = Tokens(behavior + ratio.log(), behavior, advantages, mask)
-    rule.tally(FixedBounds(float(bounds.lower), float(bounds.upper)), tokens, dual_clip=3.0)
-    rule.close_update()
-    return rule.take_metrics()
 
 
 def make_actor(policy_loss, **overrides) -> FSDPActorConfig:
@@ -133,6 +121,14 @@ def choose_bounds(actor: FSDPActorConfig, micro_batches: list[tuple], **kwargs) 
             compute_policy_loss_bapo(*tokens, loss_agg_mode=actor.loss_agg_mode, config=actor, **kwargs)
         update.is_searching = False
         update.close_update()
+
+
+@pytest.fixture
+def alone():
+    """Make this process the only rank of a group, in which the loss can be called without an engine."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def arguments(tokens: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -228,27 +224,13 @@ def steps(directory, batch):
 
 def test_bounds_are_those_of_the_search_on_all_tokens_of_the_optimizer_step(directory, batch, steps):
     for weights, metrics in steps[:-1]:
-        expected = find_clip_bounds(*tokens_of(directory, batch, weights), ClipConfig(**SEARCH))
-        for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
-            assert metrics[f"bapo/{name}"] == [pytest.approx(getattr(expected, name).item(), abs=1e-5)]
-        assert metrics["bapo/clip_low"] == [pytest.approx(expected.lower.item(), abs=1e-9)]
-        assert metrics["bapo/clip_high"] == [pytest.approx(expected.upper.item(), abs=1e-9)]
-        (ratio, advantages, _), bounds = tokens_of(directory, batch, weights), (expected.lower, expected.upper)
-        ratio, advantages = (x[batch["response_mask"] > 0] for x in (ratio, advantages))
-        offpolicy = {
-            "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
-            "ratio_mean": ratio.mean(),
-            "ratio_max": ratio.max(),
-            "clip_frac_positive": (ratio[advantages > 0] > bounds[1]).float().mean(),
-            "clip_frac_negative": (ratio[advantages < 0] < bounds[0]).float().mean(),
-        }
-        assert {name: metrics[name] for name in metrics if name.startswith("offpolicy/")} == {
-            f"offpolicy/{name}": [pytest.approx(float(value), abs=1e-4)] for name, value in offpolicy.items()
-        }
-        predicted = {name: metrics[name] for name in metrics if name.startswith("entropy/")}
-        assert predicted == {
-            name: [pytest.approx(x, abs=1e-5)] for name, x in predicted_of(directory, batch, weights, expected).items()
-        }
+        ratio, *others = tokens_of(directory, batch, weights)
+        bounds, expected = expected_step(ratio, *others, ClipConfig(**SEARCH))
+        # verl's dual clip of 3 is always on.
+        expected |= expected_entropy(ratio, batch["old_log_probs"], *others, bounds, dual_clip=3.0)
+        logged = {name: value for name, value in metrics.items() if name.startswith(("offpolicy/", "entropy/"))}
+        logged |= {name: metrics[name] for name in expected}
+        assert logged == {name: [pytest.approx(value, rel=1e-5, abs=1e-5)] for name, value in expected.items()}
     assert len(set(bounds_of(steps))) > 1  # the search had choices to make
     assert steps[-1][1]["num_forwards"] == 2 * NUM_STEPS * NUM_SAMPLES // 4
 
@@ -270,7 +252,7 @@ def test_however_an_optimizer_step_is_split_its_bounds_and_gradient_are_the_same
 def test_a_range_of_one_point_is_verls_own_loss_to_the_last_bit(directory, batch):
     overrides = dict(clip_ratio_c=1.05, loss_agg_mode="seq-mean-token-mean")
     fixed = dict(ratio_lower_start=0.7, ratio_lower_max=0.7, ratio_upper_start=1.4, ratio_upper_max=1.4)
-    bapo = partial(BapoPolicyLossConfig, loss_mode="bapo", search=fixed)
+    bapo = partial(CONFIG, search=fixed)
     (ours,) = on_ranks(1, train, directory, batch, bapo, **overrides)
     overrides |= dict(clip_ratio_low=0.3, clip_ratio_high=0.4)
     (theirs,) = on_ranks(1, train, directory, batch, PolicyLossConfig, make=FSDPEngineWithLMHead, **overrides)
@@ -293,13 +275,8 @@ def test_a_range_of_one_point_is_verls_own_loss_to_the_last_bit(directory, batch
         ("seq-mean-token-sum-norm", 7),
     ],
 )
+@pytest.mark.usefixtures("alone")
 def test_the_share_is_one_of_the_gradient_in_every_aggregation(loss_agg_mode, loss_scale_factor):
-    ((found, expected),) = on_ranks(1, shares_of_two_lengths, loss_agg_mode, loss_scale_factor)
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
-def shares_of_two_lengths(rank, loss_agg_mode: str, loss_scale_factor: int | None) -> tuple[float, float]:
-    """The positive share of micro-batches of length 4 and 16 at the bounds: measured, and that of |gradient|."""
     actor = make_actor(SEARCHING(), loss_agg_mode=loss_agg_mode, loss_scale_factor=loss_scale_factor, clip_ratio_c=1e6)
     actor.global_batch_info.update(loss_scale_factor=loss_scale_factor, batch_num_tokens=160)  # as verl's ppo_loss does
     generator, micro_batches = torch.Generator().manual_seed(0), []
@@ -315,11 +292,12 @@ def shares_of_two_lengths(rank, loss_agg_mode: str, loss_scale_factor: int | Non
         _, log_probs, advantages, _ = tokens
         total += float(log_probs.grad.abs().sum())
         positive += float(log_probs.grad[advantages > 0].abs().sum())
-    return actor.policy_loss.update.updates[0].used.positive_share.item(), positive / total
+    share = actor.policy_loss.update.updates[0].used.positive_share.item()
+    assert share == pytest.approx(positive / total, abs=1e-5)
 
 
 def test_the_released_recipe_searches_each_micro_batch_over_the_ranks(directory, batch):
-    released = partial(BapoPolicyLossConfig, loss_mode="bapo", preset="released")
+    released = partial(CONFIG, preset="released")
     ranks = on_ranks(2, train, directory, batch, released, loss_agg_mode="seq-mean-token-mean")
     weights, metrics = ranks[0][0]
     rows = torch.arange(NUM_SAMPLES).view(2, 2, 4)  # rank, micro-batch, sample
@@ -336,11 +314,8 @@ def test_the_released_recipe_searches_each_micro_batch_over_the_ranks(directory,
 
 @pytest.fixture(scope="module")
 def steady_ranks(directory, batch):
-    smoothing = dict(half_life=2.0)
-    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", search=SEARCH, smoothing=smoothing)
-    return on_ranks(2, train, directory, batch, policy_loss), on_ranks(
-        2, train, directory, batch, policy_loss, skipped=1
-    )
+    policy_loss = partial(CONFIG, search=SEARCH, smoothing=dict(half_life=2.0))
+    return [on_ranks(2, train, directory, batch, policy_loss, skipped=number) for number in (None, 1)]
 
 
 def test_steady_bounds_follow_the_steps_before_and_need_no_forward_of_their_own(directory, batch, steady_ranks):
@@ -359,7 +334,7 @@ def test_a_resumed_engine_goes_on_with_the_state_of_a_rule_of_ones_own_in_its_ch
     directory, batch, steady_ranks, tmp_path
 ):
     settings = dict(half_life=2.0, contribution="gradient", target=SEARCH["positive_contribution_target"])
-    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", rule=presets.MINE, rule_settings=settings)
+    policy_loss = partial(CONFIG, rule=presets.MINE, rule_settings=settings)
     unbroken = on_ranks(2, train, directory, batch, policy_loss, saved=tmp_path)
     resumed = on_ranks(2, train, directory, batch, policy_loss, saved=tmp_path, first=1)
     for before, after, built_in in zip(unbroken, resumed, steady_ranks[0], strict=True):
@@ -413,7 +388,7 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
     ours = ["data.train_files=a", "data.val_files=b", f"hydra.run.dir={tmp_path}", f"{loss}.preset=paper"]
     steady = [*ours, f"{loss}.smoothing={{half_life: 2}}"]
     saved = tmp_path / "checkpoints/global_step_1"
-    rule = BapoPolicyLossConfig(loss_mode="bapo", preset="paper", smoothing=dict(half_life=2.0)).update.rule
+    rule = CONFIG(preset="paper", smoothing=dict(half_life=2.0)).update.rule
     save_rule(rule, saved / "actor/clip_rule_rank_0")
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
     found = f"trainer.default_local_dir={tmp_path}/checkpoints"
@@ -454,7 +429,7 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0_and_the_others_are
 
 
 def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, batch):
-    policy_loss = partial(BapoPolicyLossConfig, loss_mode="bapo", rule="balanced", rule_settings=dict(target=0.9))
+    policy_loss = partial(CONFIG, rule="balanced", rule_settings=dict(target=0.9))
     ranks = on_ranks(2, train, directory, batch, policy_loss)
     for weights, metrics in ranks[0][:-1]:
         ratio, advantages, mask = tokens_of(directory, batch, weights)
@@ -467,15 +442,9 @@ def test_balanced_weighs_each_optimizer_step_by_all_of_its_tokens(directory, bat
     assert any(not torch.equal(ranks[0][0][0][name], ranks[0][-1][0][name]) for name in ranks[0][0][0])
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_rules_weights_are_multiplied_by_verls_rollout_correction():
-    ((plain, corrected, correction),) = on_ranks(1, gradients_of_topr)
-    torch.testing.assert_close(corrected, correction * plain)
-    assert plain.abs().max() > 0
-
-
-def gradients_of_topr(rank) -> tuple[torch.Tensor, ...]:
-    """The loss's gradient for the log-probs without and with a correction, and the correction; all of one shape."""
-    actor = make_actor(BapoPolicyLossConfig(loss_mode="bapo", rule="topr"), clip_ratio_c=1e6)
+    actor = make_actor(CONFIG(rule="topr"), clip_ratio_c=1e6)
     choose_bounds(actor, [])
     tokens, found = presets.make_updates()[0][0], []
     correction = torch.linspace(0.5, 1.5, tokens["mask"].numel()).view(tokens["mask"].shape)
@@ -483,20 +452,15 @@ def gradients_of_topr(rank) -> tuple[torch.Tensor, ...]:
         given = arguments(tokens)
         compute_policy_loss_bapo(*given, config=actor, rollout_is_weights=weights)[0].backward()
         found.append(given[1].grad)
-    return (*found, correction)
+    plain, corrected = found
+    torch.testing.assert_close(corrected, correction * plain)
+    assert plain.abs().max() > 0
 
 
 @pytest.mark.parametrize("preset", ["paper", "steady"])
+@pytest.mark.usefixtures("alone")
 def test_tapered_weights_are_the_openrlhf_commands(preset):
-    ((found, expected),) = on_ranks(1, partial(gradients_of_tapered, preset))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    with pytest.raises(ValueError, match=r"policy_loss.tapered True is not allowed with rule topr"):
-        BapoPolicyLossConfig(loss_mode="bapo", rule="topr", tapered=True)
-
-
-def gradients_of_tapered(preset, rank) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of verl's loss, and of a loop over the bounds that it found, for tokens with rollout correction."""
-    actor = make_actor(BapoPolicyLossConfig(loss_mode="bapo", preset=preset, tapered=True), clip_ratio_c=1e6)
+    actor = make_actor(CONFIG(preset=preset, tapered=True), clip_ratio_c=1e6)
     update, tokens = actor.policy_loss.update, presets.make_updates()[0][0]
     given, mask, advantages = arguments(tokens), tokens["mask"], tokens["advantages"]
     s = torch.linspace(0.3, 1.7, mask.numel()).view(mask.shape)
@@ -514,7 +478,23 @@ def gradients_of_tapered(preset, rank) -> tuple[torch.Tensor, torch.Tensor]:
     most = actor.clip_ratio_c  # the preset's dual clip
     inside = torch.where(advantages > 0, ratio <= upper, (ratio >= lower) & (ratio <= most))
     expected = -torch.where(inside, weights * ratio * advantages, 0.0) * mask / mask.sum()
-    return given[1].grad, expected
+    torch.testing.assert_close(given[1].grad, expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", presets.NAMES)
+@pytest.mark.usefixtures("alone")
+def test_a_rule_has_the_plain_loops_bounds_and_gradient(name):
+    policy_loss = CONFIG(**{"preset" if name in PRESETS else "rule": name})
+    actor, found = make_actor(policy_loss, clip_ratio_c=1e6), []
+    for update in presets.make_updates():
+        parts = [arguments(tokens) for tokens in update]
+        choose_bounds(actor, parts)
+        for part in parts:
+            compute_policy_loss_bapo(*part, config=actor)[0].backward()
+            found.append((1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high, part[1].grad))
+        if not policy_loss.update.rule.needs_tally_first:
+            policy_loss.update.close_update()
+    presets.assert_same(found, name)
 
 
 def test_divergence_has_the_gradient_of_verls_own_dppo():
@@ -548,55 +528,39 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
     ("settings", "message"),
     [
         (dict(loss_mode="vanilla"), "policy_loss.loss_mode 'vanilla' is not allowed"),
-        (dict(loss_mode="bapo", scope="rank"), "scope 'rank' is not allowed"),
-        (dict(loss_mode="bapo", preset="mine"), "preset 'mine' is unknown"),
-        (dict(loss_mode="bapo", rule="mine"), "policy_loss.rule 'mine' is unknown; allowed: m2, .*balanced"),
-        (
-            dict(loss_mode="bapo", rule="topr", preset="steady"),
-            "policy_loss.rule 'topr' is allowed only without preset",
-        ),
-        (dict(loss_mode="bapo", rule="topr", search=SEARCH), "policy_loss.rule 'topr' is allowed only without preset"),
-        (dict(loss_mode="bapo", rule="topr", scope="update"), "policy_loss.rule 'topr' is allowed only without preset"),
-        (
-            dict(loss_mode="bapo", rule="topr", rule_settings=dict(budget=1.0)),
-            "policy_loss.rule_settings 'budget' is unknown with rule topr; allowed: level",
-        ),
-        (dict(loss_mode="bapo", rule="m2", rule_settings=dict(budget=0.0)), "budget 0.0 is not allowed"),
-        (
-            dict(loss_mode="bapo", rule_settings=dict(budget=1.0)),
-            "rule_settings .*not allowed without rule",
-        ),
-        (dict(loss_mode="bapo", search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
-        (dict(loss_mode="bapo", rule="m2", rule_settings=dict(budget="much")), "budget 'much': allowed: float"),
-        (dict(loss_mode="bapo", rule="own_rules:Mines"), "own_rules has no class 'Mines'"),
-        (dict(loss_mode="bapo", rule="own_rules:Flat"), r"own_rules:Flat: weights\(\) has the shape \(4,\)"),
+        (dict(scope="rank"), "scope 'rank' is not allowed"),
+        (dict(preset="mine"), "preset 'mine' is unknown"),
+        (dict(rule="mine"), "policy_loss.rule 'mine' is unknown; allowed: m2, .*balanced"),
+        (dict(rule="topr", preset="steady"), "policy_loss.rule 'topr' is allowed only without preset"),
+        (dict(rule="topr", search=SEARCH), "policy_loss.rule 'topr' is allowed only without preset"),
+        (dict(rule="topr", scope="update"), "policy_loss.rule 'topr' is allowed only without preset"),
+        (dict(rule="topr", rule_settings=dict(budget=1.0)), "'budget' is unknown with rule topr; allowed: level"),
+        (dict(rule="m2", rule_settings=dict(budget=0.0)), "budget 0.0 is not allowed"),
+        (dict(rule="m2", rule_settings=dict(budget="much")), "budget 'much': allowed: float"),
+        (dict(rule_settings=dict(budget=1.0)), "rule_settings .*not allowed without rule"),
+        (dict(search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
+        (dict(rule="own_rules:Mines"), "own_rules has no class 'Mines'"),
+        (dict(rule="topr", tapered=True), "policy_loss.tapered True is not allowed with rule topr"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        BapoPolicyLossConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("preset", "scope", "half_life"),
-    [("paper", "update", None), ("released", "micro_batch", None), ("steady", "update", 20.0)],
-)
-def test_a_preset_sets_its_scope_and_smoothing_too(preset, scope, half_life):
-    config = BapoPolicyLossConfig(loss_mode="bapo", preset=preset).update.rule.config
-    assert config.scope == scope
-    assert (config.smoothing and config.smoothing.half_life) == half_life
+        CONFIG(**settings)
 
 
 def test_a_scope_is_taken_in_place_of_the_presets():
-    rule = BapoPolicyLossConfig(loss_mode="bapo", preset="paper", scope="micro_batch").update.rule
+    rule = CONFIG(preset="paper", scope="micro_batch").update.rule
     assert rule.config == replace(ClipConfig.preset("paper"), scope="micro_batch")
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_search_takes_a_ratio_as_verls_loss_does_between_e_to_the_minus_20_and_e_to_the_20():
     log_probs, advantages = torch.tensor([[0.0, 200.0]]), torch.tensor([[1.0, -1.0]])
     tokens = dict(log_probs=log_probs, old_log_probs=torch.zeros(1, 2), advantages=advantages, mask=torch.ones(1, 2))
-    ((found, _),) = on_ranks(1, loss_of, **tokens)
-    assert found.initial_share.item() == pytest.approx(1 / (1 + math.exp(20)), rel=1e-6)
+    actor = make_actor(SEARCHING(), clip_ratio_c=1e6)
+    choose_bounds(actor, [arguments(tokens)])
+    share = actor.policy_loss.update.updates[0].used.initial_share.item()
+    assert share == pytest.approx(1 / (1 + math.exp(20)), rel=1e-6)
 
 
 def test_another_engine_than_bapos_is_refused_and_the_users_choice_of_one_stays(directory, batch):
@@ -616,7 +580,7 @@ class Asking(BapoFSDPEngine):
 
 
 def test_a_loss_outside_an_optimizer_step_is_refused(directory, batch):
-    steady = partial(BapoPolicyLossConfig, loss_mode="bapo", preset="steady")
+    steady = partial(CONFIG, preset="steady")
     assert on_ranks(1, refused, directory, batch, Asking, steady)
 
 
@@ -644,33 +608,5 @@ def test_verl_calls_the_loss_and_chooses_the_engine_where_the_adapter_expects_it
     assert text in inspect.getsource(where)
 
 
-def loss_of(rank, **tokens):
-    """The bounds that the loss is taken between, and its gradient with respect to the log-probs."""
-    actor, given = make_actor(SEARCHING(), clip_ratio_c=1e6), arguments(tokens)
-    choose_bounds(actor, [given])
-    compute_policy_loss_bapo(*given, config=actor)[0].backward()
-    return actor.policy_loss.update.updates[0].used, given[1].grad
-
-
-def presets_of(rank) -> dict[str, list[tuple]]:
-    """(lower, upper, gradient) of every micro-batch of `presets.make_updates()`, by preset and by other rule."""
-    found = {name: [] for name in presets.NAMES}
-    for name in presets.NAMES:
-        policy_loss = BapoPolicyLossConfig(loss_mode="bapo", **{"preset" if name in PRESETS else "rule": name})
-        actor = make_actor(policy_loss, clip_ratio_c=1e6)
-        for update in presets.make_updates():
-            parts = [arguments(tokens) for tokens in update]
-            choose_bounds(actor, parts)
-            for part in parts:
-                compute_policy_loss_bapo(*part, config=actor)[0].backward()
-                found[name].append((1 - actor.clip_ratio_low, 1 + actor.clip_ratio_high, part[1].grad))
-            if not policy_loss.update.rule.needs_tally_first:
-                policy_loss.update.close_update()
-    return found
-
-
-if __name__ == "__main__":  # with a file of tokens, one for what the loss makes of them, and one for the presets
-    ((bounds, gradient),) = on_ranks(1, loss_of, **torch.load(sys.argv[1]))
-    torch.save((bounds.lower.item(), bounds.upper.item(), gradient), sys.argv[2])
-    torch.save(on_ranks(1, presets_of)[0], sys.argv[3])
-    sys.exit(pytest.main(["--noconftest", "-q", "-rA", __file__]))
+if __name__ == "__main__":
+    sys.exit(pytest.main(["--noconftest", "-q", "-rA", "-p", "no:cacheprovider", __file__]))

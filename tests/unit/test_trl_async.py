@@ -18,12 +18,12 @@ import trl_async_cpu
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from ranks import on_ranks
-from transformers import AutoModelForCausalLM
+from reference import expected_step
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TreeRow
 
-from openrlhf_bapo import ClipConfig, find_clip_bounds
+from openrlhf_bapo import ClipConfig
 from openrlhf_bapo.rules.clip_bounds import tally_contributions
 from openrlhf_bapo.rules.clip_config import SmoothingConfig
 from openrlhf_bapo.rules.clip_rules import FixedBounds, SteadyBounds
@@ -58,8 +58,7 @@ def _make_samples(directory) -> list[RolloutSample]:
 
     The first two of a group begin alike, and every fifth token is not trained on.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    rng, samples = np.random.default_rng(0), []
+    model, rng, samples = pipeline.load_model(directory), np.random.default_rng(0), []
     for i in range((NUM_STEPS + 1) * SIZE):
         prompt = np.random.default_rng(1000 + i // 4).integers(3, 16, 3)
         shared = np.random.default_rng(2000 + i // 4).integers(3, 16, 2)
@@ -174,9 +173,7 @@ def joined(directory, weights: dict, samples: list[RolloutSample], batch: int = 
 
     The model is transformers' own, one sample at a time. TRL's loss is a mean over micro-batches of means over tokens.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
-    model.load_state_dict(weights)
-    found = []
+    model, found = pipeline.load_model(directory, weights), []
     for i in range(0, len(samples), batch):
         part = samples[i : i + batch]
         num_tokens = sum(int(sample.completion_mask.sum()) for sample in part)
@@ -208,17 +205,9 @@ def test_bounds_gradient_and_off_policy_metrics_are_those_of_all_tokens_of_the_o
             directory, trainer.weights[number], of_step(directory, number), batch
         )
         ratio = (new - old).exp()
-        expected = find_clip_bounds(ratio.detach(), advantages, weight, SEARCH)
-        bounds = expected.lower.item(), expected.upper.item()
+        bounds, expected = expected_step(ratio.detach(), advantages, weight, SEARCH)
         assert trainer.bounds[number] == [pytest.approx(bounds, abs=1e-9)] * (SIZE // batch)
-        assert (entry["bapo/clip_low"], entry["bapo/clip_high"]) == pytest.approx(bounds, abs=1e-9)
-        for name in ("positive_share", "initial_share", "clip_frac_positive", "clip_frac_negative"):
-            assert entry[f"bapo/{name}"] == pytest.approx(getattr(expected, name).item(), abs=1e-4)
-        ess = float(ratio.detach().sum() ** 2 / (len(ratio) * (ratio.detach() ** 2).sum()))
-        assert entry["offpolicy/ess"] == pytest.approx(ess, rel=1e-4)
-        assert entry["offpolicy/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-4)
-        above = (ratio[advantages > 0] > bounds[1]).double().mean()
-        assert entry["offpolicy/clip_frac_positive"] == pytest.approx(float(above), abs=1e-4)
+        assert {name: entry[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-4)
         assert abs(entry["entropy/predicted_change"]) > 0
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
         dual = torch.where(advantages < 0, surrogate.maximum(1.5 * advantages), surrogate)
@@ -233,7 +222,7 @@ def test_fixed_bounds_are_trls_own_loss_to_the_last_bit_and_need_no_forward_of_t
     theirs = AsyncGRPOTrainer(**arguments(directory))
     theirs.train()
     ours = trained(directory, FixedBounds(0.8, 1.2))
-    start = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32).state_dict()
+    start = pipeline.load_model(directory).state_dict()
     state = ours.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in theirs.model.state_dict().items())
     assert any(not torch.equal(value, start[name]) for name, value in state.items())
@@ -263,8 +252,7 @@ def test_weights_by_sequence_weigh_the_tokens_of_their_sample(directory):
 
 def test_a_step_without_positive_tokens_has_weights_of_zero_and_finite_metrics(directory):
     samples = [replace(sample, advantage=-abs(sample.advantage)) for sample in make_samples(directory)]
-    trainer = Recording(**arguments(directory, samples, max_steps=1), bapo=BalancedWeights())
-    trainer.train()
+    trainer = trained(directory, BalancedWeights(), samples=samples, max_steps=1)
     assert all(gradient.abs().max() < 1e-30 for gradient in trainer.gradients[0].values())
     (metrics,) = logged(trainer)
     assert metrics["bapo/negative_weight"] == 0
@@ -335,8 +323,8 @@ def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory)
         samples = of_step(directory, number)
         model, new, old, advantages, weight = joined(directory, weights[number], samples, batch=8)
         ratio = (new - old).exp()
-        expected = find_clip_bounds(ratio.detach(), advantages, weight, SEARCH)
-        assert bounds[number] == [pytest.approx((expected.lower.item(), expected.upper.item()), abs=1e-9)] * 2
+        expected, _ = expected_step(ratio.detach(), advantages, weight, SEARCH)
+        assert bounds[number] == [pytest.approx(expected, abs=1e-9)] * 2
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(*bounds[number][0]) * advantages)
         assert_gradient(gradients[number], model, -(weight * surrogate).sum() / 2)
     num_tokens = [int(sample.completion_mask.sum()) for sample in of_step(directory, 1)]
