@@ -7,8 +7,9 @@ mean would move with other problems of the same kind; if all problems give equal
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -79,7 +80,7 @@ def majority(responses: list[GradedResponse]) -> float:
     if not rewards_by_answer:
         return 0.0
     most = max(map(len, rewards_by_answer.values()))
-    return _mean(_mean(rewards) for rewards in rewards_by_answer.values() if len(rewards) == most)
+    return fmean(fmean(rewards) for rewards in rewards_by_answer.values() if len(rewards) == most)
 
 
 def bootstrap_means(
@@ -164,8 +165,3 @@ def _estimates(
         name: None if name in unknown else Estimate(mean, low, high)
         for name, mean, low, high in zip(names, means.tolist(), *bounds.tolist(), strict=True)
     }
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    numbers = list(numbers)
-    return sum(numbers) / len(numbers)
