@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, NoReturn
@@ -279,33 +278,14 @@ def install(bundle: Path, on: str | None) -> None:
     print(f"{venv}: is ready; its programs need no network")
 
 
-def _stream(bundle: Path, manifest: dict) -> Iterator[bytes]:
-    for piece in manifest["pieces"]:
-        with open(bundle / piece["name"], "rb") as file:
-            while part := file.read(_MIB):
-                yield part
-
-
-class _Joined(io.RawIOBase):
-    """Reads the pieces as one stream."""
-
-    def __init__(self, parts: Iterator[bytes]) -> None:
-        self._parts, self._left = parts, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def, override]
-        self._left = self._left or next(self._parts, b"")
-        part, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-
 def _unpack(bundle: Path, manifest: dict, packages: Path, aside: Path, venv: Path) -> None:
     """Unpack into the new environment; programs call the interpreter at its final place."""
     before, after = f"#!{manifest['prefix']}/bin/python".encode(), f"#!{venv}/bin/python".encode()
-    with tarfile.open(fileobj=io.BufferedReader(_Joined(_stream(bundle, manifest)), _MIB), mode="r|gz") as tar:
+    pieces = [bundle / piece["name"] for piece in manifest["pieces"]]
+    with (
+        subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE) as joined,
+        tarfile.open(fileobj=joined.stdout, mode="r|gz") as tar,
+    ):
         for member in tar:
             root, name = member.name.split("/", 1)
             member.name = name
