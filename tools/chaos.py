@@ -16,7 +16,6 @@ a new Ray cluster of them. A node then dies, is cut off, stands still, or loses 
 
 import argparse
 import collections
-import http.server
 import json
 import os
 import random
@@ -38,6 +37,7 @@ import psutil
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 import nodes
 import pipeline
+import reward_server
 
 from openrlhf_bapo.cli.progress import SILENT
 
@@ -175,35 +175,18 @@ def check_checkpoint(checkpoints: Path, last: dict) -> tuple[list[str], list[str
     return problems, [group["prompt"] for group in partial["groups"]]
 
 
-class RewardServer:
+class RewardServer(reward_server.Server):
     """Rewards over HTTP, as OpenRLHF asks for them, until it is told to do otherwise."""
 
+    is_garbage = False
+
     def __init__(self) -> None:
-        self.port, self.is_garbage = pipeline.free_port(), False
+        super().__init__(self._answer, host="")
         self.start()
 
-    def start(self) -> None:
-        owner = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                rewards = [sum(c in "13579" for c in query) / 8 for query in asked["query"]]
-                answer = b"<html>Bad gateway" if owner.is_garbage else json.dumps({"rewards": rewards}).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_) -> None: ...
-
-        self._server = http.server.ThreadingHTTPServer(("", self.port), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def _answer(self, asked: dict) -> tuple[int, str]:
+        rewards = [sum(c in "13579" for c in query) / 8 for query in asked["query"]]
+        return 200, "<html>Bad gateway" if self.is_garbage else json.dumps({"rewards": rewards})
 
 
 REPLAY = {"max_staleness": 4, "max_reuse": 2}

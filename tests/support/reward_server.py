@@ -10,11 +10,12 @@ import pipeline
 class Server:
     """A reward server on its own port, which can go away and come back.
 
-    It gives `answers` in turn, and repeats the last one. An answer is (status, body), or None to hang.
+    It gives `answers` in turn, and repeats the last one. An answer is (status, body), None to hang, or a function that
+    makes the answer to a request.
     """
 
-    def __init__(self, *answers) -> None:
-        self.answers, self.requests = list(answers), []
+    def __init__(self, *answers, host: str = "127.0.0.1") -> None:
+        self.answers, self.requests, self._host = list(answers), [], host
         self.port = pipeline.free_port()
         self.url = f"http://127.0.0.1:{self.port}/get_reward"
         self.running = None
@@ -24,8 +25,10 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                owner.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.requests.append(asked)
                 answer = owner.answers.pop(0) if len(owner.answers) > 1 else owner.answers[0]
+                answer = answer(asked) if callable(answer) else answer
                 if answer is None:
                     over.wait()
                     return
@@ -37,7 +40,7 @@ class Server:
 
             def log_message(self, *_): ...
 
-        self.running, self.over = ThreadingHTTPServer(("127.0.0.1", self.port), Handler), over
+        self.running, self.over = ThreadingHTTPServer((self._host, self.port), Handler), over
         threading.Thread(target=self.running.serve_forever, daemon=True).start()
         return self
 
