@@ -53,26 +53,23 @@ def method_of(run: Run) -> tuple[dict[str, str], list]:
         if getattr(run, name) != getattr(Run(), name):
             raise ValueError(f"--{name} {getattr(run, name)} is not allowed: the pipeline does not have it")
     name, _, settings = run.clip.partition(":")
-    weight = {"clip": ["capped"], "taper": ["tapered", "token"], "taper_sequence": ["tapered", "sequence"]}.get(
-        run.correction
-    )
-    is_decoupled = run.base == "start" and weight is not None and run.cap == 2.0
-    flags = []
-    if is_decoupled:
-        names = "--offpolicy.weight", "--offpolicy.weight_level"
-        given = [part for pair in zip(names, weight or (), strict=False) for part in pair]
-        flags = ["--offpolicy.objective", "decoupled", *given]
+    weights = {
+        "clip": "capped",
+        "taper": "tapered --offpolicy.weight_level token",
+        "taper_sequence": "tapered --offpolicy.weight_level sequence",
+    }
+    weight = weights.get(run.correction) if run.base == "start" else None
+    flags = f"--offpolicy.objective decoupled --offpolicy.weight {weight}".split() if weight else []
     flags += ["--actor.dual_clip", run.dual_clip] if run.dual_clip else []
     if bounds := fixed_bounds(run.clip):
         low, high = bounds
         flags += ["--actor.eps_clip_low_high", f"{1 - low:.6g}", f"{high - 1:.6g}"]
-        if run.base == "start" and not is_decoupled:
+        if run.base == "start" and not weight:
             return {"METHOD": {"": "stock", "mask": "stock_is"}[run.correction]}, flags
         return {"METHOD": "grpo"}, flags
-    if run.base == "start" and not is_decoupled:
+    if run.base == "start" and not weight:
         raise ValueError(
-            f"--base start is not allowed with --clip {run.clip}, but for --correction taper, taper_sequence, or clip "
-            "with --cap 2"
+            f"--base start is not allowed with --clip {run.clip}, but for --correction taper, taper_sequence, or clip"
         )
     if name in RULES:
         for setting in filter(None, settings.split(",")):

@@ -41,10 +41,9 @@ class Run:
     base: str = (
         "behavior"  # denominator of the ratio: "behavior", or "start", the policy before training on the rollout
     )
-    # weight by s = start / behavior: "clip" (s, at most `cap`), "mask" (s, 0 outside [0.5, 5]); "taper" and
+    # weight by s = start / behavior: "clip" (s, at most 2), "mask" (s, 0 outside [0.5, 5]); "taper" and
     # "taper_sequence" (1 where A > 0, else min(s, 1), with s of the token or of the whole response)
     correction: str = ""
-    cap: float = 2.0
     step: str = ""  # "vcpo" scales the learning rate of each update by the root of its effective sample size
     contribution: str = ""  # "surrogate" or "gradient"; "" keeps the preset's
     target: float = 0.0  # target for the positive share; 0 keeps the preset's
@@ -269,7 +268,7 @@ def correction(
     ratio = importance_ratio(start_log_probs, behavior_log_probs)
     if run.correction == "mask":  # OpenRLHF's default
         return ratio * ((ratio >= 0.5) & (ratio <= 5.0))
-    return ratio.clamp(max=run.cap) if run.correction == "clip" else torch.ones_like(ratio)
+    return ratio.clamp(max=2.0) if run.correction == "clip" else torch.ones_like(ratio)
 
 
 def train_on(policy, optimizer, rollout, rows: torch.Tensor, rule: ClipRule, run: Run) -> dict:
