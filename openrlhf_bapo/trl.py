@@ -13,7 +13,6 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,10 @@ class ClipRuleTrainer(_BaseTrainer):
             load_rule(self.clip_rule, Path(checkpoint, SAVED_RULE))
 
 
-def refuse(checks: Iterable[tuple[str, object, bool, str]]) -> None:
-    """Raise ValueError for the first setting that is not allowed.
-
-    Args:
-        checks: for each setting its name, its value, whether the value is allowed, and the allowed values.
-    """
-    for name, value, is_allowed, allowed in checks:
-        if not is_allowed:
-            raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
+def require(is_allowed: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ValueError if the value of the setting `name` is not allowed; `allowed` says in words which values are."""
+    if not is_allowed:
+        raise ValueError(f"{name} {value!r} is not allowed with BAPO; it must be {allowed}")
 
 
 class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
@@ -149,25 +143,13 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         corrects_kl = self.beta != 0 and self.args.use_bias_correction_kl
         level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
-        refuse(
-            (
-                ("loss_type", self.loss_type, self.loss_type in MEAN_OVER, f"one of {', '.join(MEAN_OVER)}"),
-                ("importance_sampling_level", level, level == "token", "token: BAPO bounds each token's ratio"),
-                ("delta", delta, delta is None, "None: it would bound the ratio a second time"),
-                (
-                    "dual_clip",
-                    dual_clip,
-                    dual_clip is None or dual_clip >= config.ratio_upper_max,
-                    "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too",
-                ),
-                (
-                    "use_bias_correction_kl",
-                    corrects_kl,
-                    not (has_weights and corrects_kl),
-                    "False with a rule that gives weights: TRL's loss sees ratios of 1",
-                ),
-            )
-        )
+        require(self.loss_type in MEAN_OVER, "loss_type", self.loss_type, f"one of {', '.join(MEAN_OVER)}")
+        require(level == "token", "importance_sampling_level", level, "token: BAPO bounds each token's ratio")
+        require(delta is None, "delta", delta, "None: it would bound the ratio a second time")
+        allowed = "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too"
+        require(dual_clip is None or dual_clip >= config.ratio_upper_max, "dual_clip", dual_clip, allowed)
+        allowed = "False with a rule that gives weights: TRL's loss sees ratios of 1"
+        require(not (has_weights and corrects_kl), "use_bias_correction_kl", corrects_kl, allowed)
         num, per_generation = self.args.gradient_accumulation_steps, self.args.steps_per_generation
         if not has_weights and num % (per_generation * self.num_iterations) == 0:
             warnings.warn(

@@ -26,7 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from openrlhf_bapo.rules.clip_config import ClipConfig
 from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, share_weights
-from openrlhf_bapo.trl import ClipRuleTrainer, refuse
+from openrlhf_bapo.trl import ClipRuleTrainer, require
 
 VERSION = "sample/model_version"
 """Name of a sample's metric with its policy version. TRL hands the metrics from its queue to the collator, and logs
@@ -57,15 +57,14 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         self._use_rule(bapo)
         given = self.args
         whole = "so that the engine samples from the distribution that the trainer computes log-probs of"
-        refuse(
-            (
-                ("temperature", given.temperature, 0.01 <= given.temperature <= 2, f"from 0.01 to 2, {whole}"),
-                ("top_p", given.top_p, given.top_p == 1, f"1.0, {whole}"),
-                ("top_k", given.top_k, given.top_k in (0, -1), f"0, {whole}"),
-                ("min_p", given.min_p, not given.min_p, f"None, {whole}"),
-                ("repetition_penalty", given.repetition_penalty, given.repetition_penalty == 1, f"1.0, {whole}"),
-            )
-        )
+        for name, is_allowed, allowed in (
+            ("temperature", 0.01 <= given.temperature <= 2, "from 0.01 to 2"),
+            ("top_p", given.top_p == 1, "1.0"),
+            ("top_k", given.top_k in (0, -1), "0"),
+            ("min_p", not given.min_p, "None"),
+            ("repetition_penalty", given.repetition_penalty == 1, "1.0"),
+        ):
+            require(is_allowed, name, getattr(given, name), f"{allowed}, {whole}")
         if self.rollout_queue is not None:  # the main process
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
         self._published: dict[int, int] = {}  # version -> optimizer steps before it
@@ -76,8 +75,8 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         if self.args.temperature != 1 and isinstance(self.rollout_worker, AsyncRolloutWorker):
             self.vllm_client.wait_for_server_ready()
             mode = self.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
-            is_right = mode == "processed_logprobs"
-            refuse([("--logprobs-mode", mode, is_right, "processed_logprobs with a temperature other than 1")])
+            allowed = "processed_logprobs with a temperature other than 1"
+            require(mode == "processed_logprobs", "--logprobs-mode", mode, allowed)
         loader = super().get_train_dataloader()
         loader.base_dataloader.collate_fn = partial(_collate, loader.base_dataloader.collate_fn)
         return loader

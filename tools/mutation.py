@@ -27,6 +27,7 @@ from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 from parso.python.tree import Keyword
 
+OF_THE_LOSS = "test_policy_loss.py test_entropy_rule.py test_clip_rules.py test_update_scope.py".split()
 # The modules, and the tests that must notice what goes wrong in them, quick ones first.
 TESTS = {
     "rules/clip_config.py": ["test_clip_bounds.py", "test_steady_bounds.py"],
@@ -43,19 +44,11 @@ TESTS = {
     "offpolicy/saved_pool.py": ["test_saved_pool.py"],
     "rules/rule_loss.py": [
         "test_nonfinite.py::test_what_is_finite_stays_as_it_is_bit_for_bit_and_what_is_not_is_left_out",
-        "test_policy_loss.py",
-        "test_entropy_rule.py",
-        "test_clip_rules.py",
-        "test_update_scope.py",
+        *OF_THE_LOSS,
     ],
     "flags/train_flags.py": ["test_flags.py", "test_tokens.py"],
     "flags/loss_flags.py": ["test_flags.py"],
-    "openrlhf/policy_loss.py": [
-        "test_policy_loss.py",
-        "test_entropy_rule.py",
-        "test_clip_rules.py",
-        "test_update_scope.py",
-    ],
+    "openrlhf/policy_loss.py": OF_THE_LOSS,
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_off_policy_actor.py"],
     "openrlhf/offpolicy_tally.py": ["test_off_policy_actor.py"],
@@ -66,15 +59,10 @@ TESTS = {
         "test_own_rules.py",
     ],
     "openrlhf/token_dump.py": ["test_tokens.py"],
-    "openrlhf/actor_trainer.py": [
-        "test_off_policy_actor.py",
-        "test_baselines.py",
-        "test_update_scope.py",
-        "test_nonfinite.py",
-        "test_steady_updates.py",
-        "test_other_rule_updates.py",
-        "test_tokens.py",
-    ],
+    "openrlhf/actor_trainer.py": (
+        "test_off_policy_actor.py test_baselines.py test_update_scope.py test_nonfinite.py test_steady_updates.py "
+        "test_other_rule_updates.py test_tokens.py"
+    ).split(),
 }
 
 # Loads everything again for OpenRLHF's own trainer.
@@ -237,21 +225,9 @@ def run_tests(tests: list[str], limit: float, log: Path) -> str:
         os.dup2(output, 2)
         import pytest
 
-        plugins = [
-            "no:cacheprovider",
-            "no:unraisableexception",
-            "no:threadexception",
-            "_hypothesis_pytestplugin",
-            "pytest_timeout",
-        ]
-        options = [
-            "-x",
-            "-q",
-            "--assert=plain",
-            f"--deselect={TOO_SLOW}",
-            "--hypothesis-profile=mutation",
-            *(f"-p{name}" for name in plugins),
-        ]
+        options = f"-x -q --assert=plain --deselect={TOO_SLOW} --hypothesis-profile=mutation".split()
+        options += "-pno:cacheprovider -pno:unraisableexception -pno:threadexception".split()
+        options += "-p_hypothesis_pytestplugin -ppytest_timeout".split()
         code = pytest.main([*options, *(f"tests/unit/{name}" for name in tests)], plugins=[ForkedActors()])
         os._exit(int(code))
     end = time.monotonic() + limit

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from openrlhf_bapo.math_tasks.answers import last_boxed
 
@@ -112,6 +113,9 @@ class MathDataset:
     """Called on the text that was found, which `str` leaves as it is; may raise UnusableRow."""
 
 
+# Answers of the AIME are integers from 000 to 999.
+_aime = partial(MathDataset, num_problems=30, label=r"\d{1,3}", clean_answer=_plain_integer)
+
 # Repository, configuration and split are the hub's. The comments give each dataset's source and the keys of its rows.
 DATASETS = {
     # arXiv 2505.22312. 105,055 rows; `prompt` is a chat, `reward_model.ground_truth` a JSON list in a string.
@@ -125,24 +129,10 @@ DATASETS = {
         label=r"-?\d+",
         clean_problem=_without_dapo_instruction,
     ),
-    # `problem`, `solution`, `answer`, `url`. Answers of the AIME are integers from 000 to 999.
-    "aime24": MathDataset(
-        "HuggingFaceH4/aime_2024",
-        "train",
-        mark=("url", "/2024_AIME_"),
-        num_problems=30,
-        label=r"\d{1,3}",
-        clean_answer=_plain_integer,
-    ),
+    # `problem`, `solution`, `answer`, `url`.
+    "aime24": _aime("HuggingFaceH4/aime_2024", "train", mark=("url", "/2024_AIME_")),
     # `problem`, `answer`, `id`.
-    "aime25": MathDataset(
-        "math-ai/aime25",
-        "test",
-        mark=("url", "/2025_AIME_"),
-        num_problems=30,
-        label=r"\d{1,3}",
-        clean_answer=_plain_integer,
-    ),
+    "aime25": _aime("math-ai/aime25", "test", mark=("url", "/2025_AIME_")),
     # `problem`, `solution`, `answer`, `unique_id`; the 500 problems of arXiv 2305.20050.
     "math500": MathDataset(
         "HuggingFaceH4/MATH-500", "test", mark=("unique_id", r"^test/\w+/\d+\.json$"), num_problems=500

@@ -31,17 +31,7 @@ from pyarrow import parquet
 HERE = Path(__file__).parent
 AXES = ("task", "lag", "updates", "lr", "method", "seed")  # each block lists values of each; a cell has one of each
 LAST = 20  # a cell's reward is the mean of its last 20 rollouts
-DETAILS = (
-    "entropy",
-    "share_unclipped",
-    "share",
-    "lower",
-    "upper",
-    "clip_positive",
-    "clip_negative",
-    "ess",
-    "grad_norm",
-)
+DETAILS = "entropy share_unclipped share lower upper clip_positive clip_negative ess grad_norm".split()
 Columns = dict[str, list[float]]  # a cell's result: the name of each column to one value per rollout
 
 

@@ -34,13 +34,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.metric import Metric
 from verl.utils.model import get_hf_auto_model_class
 from verl.workers import engine_workers
-from verl.workers.config import (
-    FSDPActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    PolicyLossConfig,
-)
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, PolicyLossConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
@@ -609,4 +603,4 @@ def test_verl_calls_the_loss_and_chooses_the_engine_where_the_adapter_expects_it
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["--noconftest", "-q", "-rA", "-p", "no:cacheprovider", __file__]))
+    sys.exit(pytest.main(["--noconftest", "-q", "-rA", "-p", "no:cacheprovider", __file__, *sys.argv[1:]]))

@@ -18,13 +18,7 @@ from pipeline import make_model
 from openrlhf_bapo.cli import data
 from openrlhf_bapo.math_tasks import data as math_data
 from openrlhf_bapo.math_tasks.answers import last_boxed
-from openrlhf_bapo.math_tasks.data import (
-    DATASETS,
-    PROMPT_SUFFIX,
-    UnusableRow,
-    WrongDataset,
-    read_problems,
-)
+from openrlhf_bapo.math_tasks.data import DATASETS, PROMPT_SUFFIX, UnusableRow, WrongDataset, read_problems
 
 DATA = Path(__file__).parents[1] / "data"
 # Rows as they are published, chosen among all of them; problems and solutions cut short. By file: the dataset, the

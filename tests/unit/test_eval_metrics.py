@@ -9,13 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_bapo.math_tasks.metrics import (
-    GradedResponse,
-    bootstrap_means,
-    evaluation_metrics,
-    majority,
-    pass_at,
-)
+from openrlhf_bapo.math_tasks.metrics import GradedResponse, bootstrap_means, evaluation_metrics, majority, pass_at
 
 rewards_of_a_problem = st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=8)
 answers = st.sampled_from([None, "1", "2", "3"])

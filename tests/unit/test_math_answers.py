@@ -6,6 +6,7 @@ was mended for them; `false_negative` is the reason why the grader misses a pair
 answers of the benchmarks.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import math_verify
+import psutil
 import pytest
 import sympy
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -503,49 +505,40 @@ def test_threads_that_grade_at_the_same_time_get_their_own_results(grader):
 
 
 def group_processes(group: int) -> set[int]:
-    """Return the process ids of a process group, from /proc."""
+    """Return the process ids of a process group."""
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # the process has ended
-            continue
-        if int(process_group) == group and state != "Z":
-            found.add(int(stat.parent.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
     return found
 
 
-def wait_until_none_is_left(group: int) -> None:
-    while group_processes(group):
-        time.sleep(0.1)
-
-
-def child_of(pid: int) -> int:
-    """Return the process id of a worker's child; wait until there is one."""
-    while not (children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+def child_of(pid: int) -> psutil.Process:
+    """Return a worker's child; wait until there is one."""
+    while not (children := psutil.Process(pid).children()):
         time.sleep(0.05)
-    return int(children[0])
+    return children[0]
 
 
 def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
     grader = MathGrader(num_workers=1, time_limit=100.0)
     assert grader.grade(*zip(NEEDS_A_WORKER, strict=True)) == [Grade(True)]
     (worker,) = grader._workers
-    child = child_of(worker.pid)
-    for victim in (child, worker.pid):
+    for victim in (child_of(worker.pid), worker):
         future = grader.submit(*ENDLESS)
-        clock = Path(f"/proc/{child_of(worker.pid)}/stat")
-        start = int(clock.read_text().split()[13])
-        while int(clock.read_text().split()[13]) < start + 20:  # 0.2 s into the power
+        child = child_of(worker.pid)
+        start = child.cpu_times().user
+        while child.cpu_times().user < start + 0.2:  # seconds into the power
             time.sleep(0.05)
-        os.kill(victim, signal.SIGKILL)
+        victim.kill()
         assert future.result() == Grade(False, "crash")
         assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True)
     assert grader.crashes == 2
     # The end of an idle worker costs no answer.
     (worker,) = grader._workers
-    for victim in (child_of(worker.pid), worker.pid):
-        os.kill(victim, signal.SIGKILL)
+    for victim in (child_of(worker.pid), worker):
+        victim.kill()
         time.sleep(0.5)
         assert grader.submit(*NEEDS_A_WORKER).result() == Grade(True)
     assert grader.crashes == 2
@@ -609,4 +602,5 @@ def test_workers_do_not_run_the_main_script_and_end_with_it(tmp_path, how):
         process.send_signal(how)
     output = "".join(lines) + process.communicate()[0]
     assert output == "main runs\nready\n"
-    wait_until_none_is_left(process.pid)
+    while group_processes(process.pid):
+        time.sleep(0.1)

@@ -95,15 +95,10 @@ class Worker:
         for sample in samples:
             self.rollout_buffer.put(sample)
 
-    def start(self) -> None: ...
+    def start(self, *_, **__) -> None: ...
 
     stop = pause = resume = destroy = init_weight_transfer = start
-
-    def update_model_version(self, version: int) -> None: ...
-
-    def check_health(self, stale_after_s: float) -> None: ...
-
-    def send_weights(self, iterator) -> None: ...
+    update_model_version = check_health = send_weights = start
 
 
 def arguments(directory, samples: list[RolloutSample] | None = None, batch: int = 4, **overrides) -> dict:
