@@ -514,6 +514,11 @@ def group_processes(group: int) -> set[int]:
     return found
 
 
+def wait_until_none_is_left(group: int) -> None:
+    while group_processes(group):
+        time.sleep(0.1)
+
+
 def child_of(pid: int) -> psutil.Process:
     """Return a worker's child; wait until there is one."""
     while not (children := psutil.Process(pid).children()):
@@ -602,5 +607,4 @@ def test_workers_do_not_run_the_main_script_and_end_with_it(tmp_path, how):
         process.send_signal(how)
     output = "".join(lines) + process.communicate()[0]
     assert output == "main runs\nready\n"
-    while group_processes(process.pid):
-        time.sleep(0.1)
+    wait_until_none_is_left(process.pid)
