@@ -28,17 +28,19 @@ if TYPE_CHECKING:  # what `__getattr__` finds
         SearchedBounds,
         SteadyBounds,
         Tokens,
+        UpdateBounds,
         importance_ratio,
         make_clip_rule,
     )
-    from openrlhf_bapo.rules.other_rules import WeightRule  # noqa: F401
+    from openrlhf_bapo.rules.other_rules import TokenBounds, WeightRule  # noqa: F401
 
 _NAMES = {
     "rules.clip_bounds": "ClipBounds ContributionTally find_clip_bounds measure_clip_bounds solve_clip_bounds "
     "tally_at_bounds tally_contributions",
     "rules.clip_config": "ClipConfig SmoothingConfig",
-    "rules.clip_rules": "ClipRule FixedBounds SearchedBounds SteadyBounds Tokens importance_ratio make_clip_rule",
-    "rules.other_rules": "WeightRule",
+    "rules.clip_rules": "ClipRule FixedBounds SearchedBounds SteadyBounds Tokens UpdateBounds importance_ratio "
+    "make_clip_rule",
+    "rules.other_rules": "TokenBounds WeightRule",
     "openrlhf.policy_loss": "BapoPolicyLoss",
     "openrlhf.registration": "register",
 }

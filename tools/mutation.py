@@ -52,7 +52,7 @@ TESTS = {
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_off_policy_actor.py"],
     "openrlhf/offpolicy_tally.py": ["test_off_policy_actor.py"],
-    "openrlhf/rule_updates.py": [
+    "openrlhf/rule_windows.py": [
         "test_update_scope.py",
         "test_steady_updates.py",
         "test_off_policy_actor.py",

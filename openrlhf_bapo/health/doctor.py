@@ -26,7 +26,7 @@ REMEDIES = {
     "precision, or `--offpolicy.ratio_base rollout`",
     "bapo/clip_low": "always at the start of the search: raise the target; always in the far corner: lower it, widen "
     "the ranges, or use `gradient`",
-    "bapo/clip_frac_negative": "above 0.25: a lower learning rate or fewer updates per rollout",
+    "bapo/clip_frac_negative": "above 0.22: a lower learning rate or fewer updates per rollout",
     "bapo/clip_frac_positive": "above 0.1: a lower learning rate or fewer updates per rollout",
     "reward_fault/dropped": "read the reward's log; `--reward_fault.*`",
     "replay/samples_dropped": "batch sizes that divide without a remainder",

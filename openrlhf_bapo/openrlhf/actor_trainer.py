@@ -11,7 +11,7 @@ from openrlhf_bapo.openrlhf.nonfinite import NonfiniteTokens, SkippedUpdates
 from openrlhf_bapo.openrlhf.offpolicy_tally import OffPolicyTallies
 from openrlhf_bapo.openrlhf.registration import in_place_of
 from openrlhf_bapo.openrlhf.replay_checkpoint import adapter_settings, save_clip_rule
-from openrlhf_bapo.openrlhf.rule_updates import RuleUpdates
+from openrlhf_bapo.openrlhf.rule_windows import RuleWindows
 from openrlhf_bapo.openrlhf.settings import is_off_policy
 from openrlhf_bapo.openrlhf.token_dump import TokenDumps
 from openrlhf_bapo.openrlhf.training_pass import PassPart
@@ -41,7 +41,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         low, high = self.actor_loss_fn.clip_eps_low, self.actor_loss_fn.clip_eps_high
         is_ppo = self.args.policy_loss == "ppo"
         self.rule = FixedBounds(1 - low, 1 + high) if is_ppo else clip_rule_from_args(self.args)
-        self._parts: list[PassPart] = [] if self.rule is None else [RuleUpdates(self, self.rule)]
+        self._parts: list[PassPart] = [] if self.rule is None else [RuleWindows(self, self.rule)]
         self._parts += [TokenDumps(self)] if self.args.bapo.dump_tokens else []
         self._parts += [NonfiniteTokens(self), SkippedUpdates(self)]
         self._parts += [OffPolicyTallies(self)] if is_off_policy(self.args) else []

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -165,7 +166,9 @@ class Caller:
     """Calls a reward function in threads. It does not wait for a thread that exceeds the time limit."""
 
     def __init__(self) -> None:
-        self._semaphore = asyncio.Semaphore(_MOST_THREADS)  # of one event loop, which is all that an engine has
+        # One semaphore for each event loop, like asyncio.to_thread's pool. An engine has one event loop.
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._semaphores = weakref.WeakKeyDictionary()
 
     async def call(self, function: Callable, args: tuple, timeout: float, where: str) -> Any:
         """Return `function(*args)`.
@@ -173,7 +176,7 @@ class Caller:
         Raises:
             RewardFault: after `timeout` seconds. Python code is then stopped. Native code cannot be stopped.
         """
-        async with self._semaphore:
+        async with self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MOST_THREADS)):
             future: concurrent.futures.Future[Any] = concurrent.futures.Future()
             # No thread pool, because the process would wait for its threads when it ends.
             thread = threading.Thread(target=_run, args=(future, function, args), daemon=True)

@@ -196,10 +196,12 @@ class ClipRule(ABC):
         self._average = ContributionTally(state["tally"]) if "tally" in state else None
 
     @abstractmethod
-    def _tally(self, tokens: Tokens) -> ContributionTally: ...
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        """Return what the tokens of a micro-batch add to the update; sums alone, so that ranks can be added."""
 
     @abstractmethod
-    def _update(self, tally: ContributionTally) -> UpdateBounds: ...
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        """Choose the bounds or weights from the whole update's tally; return what the update was trained with."""
 
 
 class FixedBounds(ClipRule):

@@ -105,7 +105,29 @@ class SecondMomentBounds(_AveragedRule):
         return UpdateBounds(used, None)
 
 
-class DivergenceBounds(_OtherRule):
+class TokenBounds(_OtherRule):
+    """A rule with bounds for each token; a subclass has `bounds`, from the tokens alone.
+
+    Its settings are the parameters of its constructor, each kept as an attribute of the same name.
+    """
+
+    @abstractmethod
+    def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (lower, upper), in the tokens' shape, with lower <= upper."""
+
+    def _tally(self, tokens: Tokens) -> ContributionTally:
+        lower, upper = self.bounds(tokens)
+        # A min(r, bound) = (A bound) min(r / bound, 1)
+        bound = torch.where(tokens.advantages > 0, upper, lower).clamp(1 / MOST_RATIO, MOST_RATIO)
+        one = self.lower.new_ones(())
+        return tally_at_bounds(tokens.ratio / bound, tokens.advantages * bound, tokens.weight, one, one)
+
+    def _update(self, tally: ContributionTally) -> UpdateBounds:
+        one = self.lower.new_ones(())
+        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, one, one, self.config)), None)
+
+
+class DivergenceBounds(TokenBounds):
     """Bounds per token on the difference of probabilities (DPPO with total variation, arXiv 2602.04879).
 
     DPPO leaves a token out if A > 0 and pi - pi_behavior > d, or A < 0 and pi_behavior - pi > d. Divided by
@@ -129,16 +151,6 @@ class DivergenceBounds(_OtherRule):
         """Return (lower, upper), in the tokens' shape; a lower bound of nearly 0 never clips."""
         distance = (math.log(self.threshold) - tokens.behavior_log_probs.to(tokens.ratio.dtype)).exp()
         return (1 - distance).clamp(min=1 / MOST_RATIO), (1 + distance).clamp(max=MOST_RATIO)
-
-    def _tally(self, tokens: Tokens) -> ContributionTally:
-        lower, upper = self.bounds(tokens)
-        # A min(r, bound) = (A bound) min(r / bound, 1)
-        bound, one = torch.where(tokens.advantages > 0, upper, lower), self.lower.new_ones(())
-        return tally_at_bounds(tokens.ratio / bound, tokens.advantages * bound, tokens.weight, one, one)
-
-    def _update(self, tally: ContributionTally) -> UpdateBounds:
-        one = self.lower.new_ones(())
-        return UpdateBounds(_without_bounds(measure_clip_bounds(tally, one, one, self.config)), None)
 
 
 class WeightRule(_OtherRule):

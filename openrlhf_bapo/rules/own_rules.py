@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, SearchedBounds, SteadyBounds, Tokens
 
 _TYPES = (bool, int, float, str)
 
@@ -170,6 +170,8 @@ def _try(rule: ClipRule, tokens: Tokens) -> None:
                 raise ValueError(f"a bound has the shape {wrong}; allowed: (), or that of the tokens, (4, 6)")
         if not bool((lower <= upper).all()):
             raise ValueError("bounds() has a lower bound above the upper one")
+        if lower.dim() + upper.dim() > 0 and isinstance(rule, FixedBounds | SearchedBounds | SteadyBounds):
+            raise ValueError("bounds() has a bound per token; allowed with the base TokenBounds")
 
     if not rule.needs_tally_first:
         use()

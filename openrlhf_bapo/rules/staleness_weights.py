@@ -9,7 +9,8 @@ token's loss, without a gradient. With s = pi_start / pi_behavior, of the token 
     masked     s inside [low, high], 0 outside
     tapered    1 where A > 0, min(s, 1) where A < 0    the weights of TOPR (arXiv 2503.14286) beside a clip (ours)
 
-Fresh tokens have s = 1, so that each weight is 1 and the loss is that of the clip alone.
+With `tapered` fresh tokens have s = 1, so that the loss is that of the clip alone. With `capped` and `masked`, the IS
+correction of OpenRLHF, their s is the mismatch of engine and trainer.
 """
 
 import torch

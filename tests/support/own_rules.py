@@ -35,6 +35,14 @@ class Flat(WeightRule):
         return tokens.ratio.mean(-1)
 
 
+class PerToken(FixedBounds):
+    def __init__(self):
+        super().__init__(0.8, 1.2)
+
+    def bounds(self, tokens):
+        return self.lower.expand_as(tokens.ratio), self.upper.expand_as(tokens.ratio)
+
+
 class Negative(WeightRule):
     def weights(self, tokens):
         return -tokens.ratio

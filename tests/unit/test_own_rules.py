@@ -146,6 +146,7 @@ OWN = MINE.removesuffix("Mine")
         (f"{OWN}NoDefault", {}, "its setting low has no default; allowed: defaults of the types bool, int, float, str"),
         (f"{OWN}Broken", {}, "Broken: KeyError: 0"),
         (f"{OWN}Flat", {}, "weights() has the shape (4,); allowed: that of the tokens, (4, 6)"),
+        (f"{OWN}PerToken", {}, "bounds() has a bound per token; allowed with the base TokenBounds"),
         (f"{OWN}Negative", {}, "weights() has values that are negative or not finite"),
         (f"{OWN}Failing", {}, "ZeroDivisionError: division by zero"),
         (f"{OWN}Unkept", {}, "follows_updates is set, and its setting low is no attribute of the same name"),

@@ -16,7 +16,7 @@ from openrlhf_bapo.rules.rule_loss import leave_out_nonfinite
 from openrlhf_bapo.rules.update_windows import UpdateWindows
 
 
-class RuleUpdates(UpdateWindows, PassPart):
+class RuleWindows(UpdateWindows, PassPart):
     """Puts the rule's loss in the place of the trainer's; the rule goes on from the checkpoint that the run resumes."""
 
     def __init__(self, trainer: Any, rule: ClipRule) -> None:
