@@ -9,7 +9,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from strategies import as_tensors, as_tokens, closed, random_tokens
 
-from openrlhf_bapo import ClipConfig
+from openrlhf_bapo import ClipConfig, FixedBounds, TokenBounds
 from openrlhf_bapo.rules.bounds_metrics import bounds_metrics
 from openrlhf_bapo.rules.clip_bounds import ContributionTally, measure_clip_bounds, tally_at_bounds
 from openrlhf_bapo.rules.clip_rules import Tokens
@@ -158,6 +158,19 @@ def test_divergences_shares_and_clip_fractions_are_those_of_its_masked_tokens():
     positive, negative = positive + 2 * (1 + 0.2 / 0.3), negative + 2 * (1 - 0.2 / 0.6)
     assert metrics["bapo/surrogate_share"] == pytest.approx(positive / (positive + negative))
     assert not {"bapo/clip_low", "bapo/clip_high"} & metrics.keys()  # there is no one pair
+
+
+class Everywhere(TokenBounds):
+    def bounds(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(tokens.ratio, 0.0), torch.full_like(tokens.ratio, 1.2)
+
+
+def test_bounds_that_are_the_same_for_each_token_have_the_metrics_of_fixed_bounds():
+    tokens = random_tokens(num=8)
+    per_token, fixed = (bounds_metrics([closed(rule, tokens)]) for rule in (Everywhere(), FixedBounds(0.0, 1.2)))
+    for name in ("surrogate_share", "gradient_share", "clip_frac_positive", "clip_frac_negative"):
+        assert per_token[f"bapo/{name}"] == pytest.approx(fixed[f"bapo/{name}"], rel=1e-12), name
+    assert 0 < per_token["bapo/clip_frac_positive"] < 1 and "bapo/clip_low" not in per_token
 
 
 # ---- TOPR, and the balance ----
