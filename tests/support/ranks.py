@@ -9,6 +9,9 @@ from torch.multiprocessing import start_processes
 
 
 def _rank(rank, world_size, port, results, function, args, kwargs):
+    # torch makes its thread pool again in a forked process. Two threads that are the first to ask for it may get none
+    # ("Invalid thread pool!"), and transformers loads weights in threads.
+    torch.set_num_threads(1)
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
     results[rank] = function(rank, *args, **kwargs)
