@@ -742,7 +742,7 @@ torch.save(policy.state_dict(), sys.argv[1] + ".pt")
 """
 
 
-def test_other_kinds_of_processors_make_the_same_start_policy(tmp_path):
+def test_other_kinds_of_processors_make_the_walks_start_policy_alike(tmp_path):
     path = os.pathsep.join([str(FOLDER), str(pipeline.REPOSITORY)])
     for kind in ("default", "avx2"):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": kind, "PYTHONPATH": path}
