@@ -171,7 +171,8 @@ def regime(cell: dict) -> str:
     return " ".join([cell["task"], f"lag {cell['lag']}", *settings])
 
 
-Table = dict[str, dict[str, dict[float, dict[int, Outcome]]]]  # by regime, method, learning rate and seed
+Methods = dict[str, dict[float, dict[int, Outcome]]]  # by method, learning rate and seed
+Table = dict[str, Methods]  # by regime
 
 
 def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) -> tuple[Table, dict[str, list[str]]]:

@@ -14,17 +14,20 @@ from statistics import correlation, fmean
 from compare import (
     STAGES,
     Difference,
+    Methods,
     Table,
     difference,
     holm,
     label,
     mean_accuracy,
     outcomes,
+    pipeline_lines,
 )
 from study import HERE, markdown, mean_and_error, read_cells, read_results
 
 CANDIDATES = ("tapered", "paper_tapered")
 DESCRIBED = ("tapered_token", "steady_tapered")
+SEEDS = range(210, 223)
 RATE = 2.5e-5
 MORE_THAN_PPO, BELOW_THE_BEST = 0.05, 0.01
 H1, H2, H4 = "H1: above ppo by more than 0.05", "H2: not below the best other rule by more than 0.01", "H4"
@@ -50,19 +53,36 @@ def _signs(num: int) -> itertools.product:
 
 
 def whole_regimes(runs: Path) -> tuple[Table, list[str]]:
-    """Return the outcomes of seeds 210 to 219 by regime, and a line for each regime of the plan that lacks a cell."""
+    """Return the candidates' regimes with the outcomes of their seeds, and a line for each method that lacks a cell."""
     table: Table = {}
     lines: list[str] = []
     for name, folder in (("protocol", Path("runs/late_data/protocol")), ("tapered", runs)):
-        cells = read_cells(HERE / f"{name}.toml", "*")
-        found, missing = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), STAGES["test"])
+        cells = {key: c for key, c in read_cells(HERE / f"{name}.toml", "*").items() if not of_pipeline(c)}
+        found, missing = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), SEEDS)
         for regime, by_method in found.items():
-            table.setdefault(regime, {}).update({m: r for m, r in by_method.items() if RATE in r})
+            for method, by_rate in by_method.items():
+                if RATE in by_rate:
+                    table.setdefault(regime, {}).setdefault(method, {RATE: {}})[RATE] |= by_rate[RATE]
         lines += [line for of_regime in missing.values() for line in of_regime]
     planned = {regime for regime, by_method in table.items() if set(CANDIDATES) <= by_method.keys()}
     tested = [line for line in lines if not any(f": {method} in" in line for method in DESCRIBED)]
-    whole = {regime for regime in planned if not any(f" in {regime}, which" in line for line in tested)}
-    return {regime: table[regime] for regime in table if regime in whole}, lines
+    whole = [regime for regime in planned if not any(f" in {regime}, which" in line for line in tested)]
+    return {regime: with_seeds_of(CANDIDATES[0], table[regime]) for regime in table if regime in whole}, lines
+
+
+def of_pipeline(cell: dict) -> bool:
+    """Return whether a cell runs through OpenRLHF's pipeline."""
+    return cell["task"].startswith("pipeline")
+
+
+def with_seeds_of(method: str, by_method: Methods) -> Methods:
+    """Return a regime's outcomes for the seeds of `method` only.
+
+    Raises:
+        KeyError: if another method lacks one of them.
+    """
+    seeds = by_method[method][RATE]
+    return {name: {RATE: {seed: by_rate[RATE][seed] for seed in seeds}} for name, by_rate in by_method.items()}
 
 
 def paired(table: Table, regime: str, method: str, other: str) -> list[float]:
@@ -138,6 +158,17 @@ def rate_lines(runs: Path) -> list[str]:
     return ["Late by 8 by rate, seeds 200 to 204", "", *markdown(["method", *(f"{r:g}" for r in rates)], rows)]
 
 
+def through_pipeline_lines(runs: Path) -> list[str]:
+    """Return Markdown: the candidates' regimes that ran through the pipeline, beside the other rules there."""
+    table: Table = {}
+    for name, folder in (("protocol", Path("runs/late_data/protocol")), ("tapered", runs)):
+        cells = read_cells(HERE / f"{name}.toml", "pipeline*")
+        found, _ = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), STAGES["pipeline"])
+        for regime, by_method in found.items():
+            table.setdefault(regime, {}).update(by_method)
+    return pipeline_lines({regime: table[regime] for regime in table if table[regime].keys() & {*CANDIDATES}})
+
+
 PAGE = HERE / "TAPERED.md"
 
 
@@ -147,7 +178,7 @@ def page(runs: Path) -> str:
     intro = "PROTOCOL.md has the plan. `tapered.py` writes this page."
     missing = ["Missing", "", *(f"- {line.removeprefix('Left out: ')}" for line in left_out)] if left_out else []
     lines = ["# Tapered weights: the planned tests", "", intro, "", *(lines_of(table) if table else []), ""]
-    return "\n".join([*lines, *rate_lines(runs), *missing]).rstrip() + "\n"
+    return "\n".join([*lines, *rate_lines(runs), *through_pipeline_lines(runs), *missing]).rstrip() + "\n"
 
 
 def main() -> None:

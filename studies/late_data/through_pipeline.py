@@ -4,7 +4,8 @@
 
 It runs scripts/train_bapo_quickstart.sh with TASK=walk and writes a CSV with those columns of walk.py that the pipeline
 logs. A rollout has 32 prompts x 8 samples. The task names the source of stale samples: `pipeline` has --lag only,
-`pipeline_replay` adds a replay pool, and `pipeline_partial` adds responses that a token budget interrupts.
+`pipeline_replay` adds a replay pool, `pipeline_partial` adds responses that a token budget interrupts, and
+`pipeline_async` is async training with its default queue.
 """
 
 import os
@@ -25,6 +26,7 @@ DATA = {
     "pipeline": [],
     "pipeline_replay": ["--replay.ratio", "1", "--replay.max_staleness", "16", "--replay.max_reuse", "2"],
     "pipeline_partial": ["--partial.token_budget", "8", "--partial.max_staleness", "16"],
+    "pipeline_async": ["--train.async_enable"],
 }
 COLUMNS = {
     "reward": "rollout/reward_mean",
