@@ -122,7 +122,7 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
 
     def _version(self) -> int:
         """Return the number of weight updates that the engines have loaded."""
-        return max(batch_vllm_engine_call(self.vllm_engines, "policy_version"))
+        return max(batch_vllm_engine_call(self.vllm_engines, "num_weight_updates"))
 
     def _start(self, num_groups: int) -> list[Group]:
         """Start up to `num_groups` new groups, fewer if the episode has no more prompts."""

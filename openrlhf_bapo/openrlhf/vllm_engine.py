@@ -90,8 +90,8 @@ class VersionedEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.policy_version = 0
-        """Number of weight updates loaded so far."""
+        self.num_weight_updates = 0
+        """Weight updates loaded so far in this run. Plus the maker's `version_offset` it is the policy version."""
         self.compared: tuple[str, Any] | None = None
         """If the loss compares the engine's log-probs with the actor's: the flag, and the run's sampling parameters."""
 
@@ -116,7 +116,7 @@ class VersionedEngine:
         response.versions.append(versions)
         async for output in self._engine.generate(prompt, sampling_params, **kwargs):
             num_new = len(output.outputs[0].token_ids) - len(versions)
-            versions.extend([self.policy_version] * num_new)
+            versions.extend([self.num_weight_updates] * num_new)
             yield output
 
 
@@ -150,7 +150,7 @@ def use_versioned_engine(vllm_engine: Any) -> None:
     actor.__init__ = init
     for name in ("update_weight", "update_weight_cuda_ipc"):
         setattr(actor, name, _counting_updates(getattr(actor, name)))
-    new = (grow_responses, stop_growing, policy_version, limit_rewards, compare_log_probs, check_health)
+    new = (grow_responses, stop_growing, num_weight_updates, limit_rewards, compare_log_probs, check_health)
     for method in (generate_responses, reset_prefix_cache, *new):
         setattr(actor, method.__name__, method)
     # Ray listed the methods when the class was defined, so the list is made again.
@@ -173,7 +173,7 @@ def _counting_updates(update_weight: Callable) -> Callable:
         # update only.
         is_last = kwargs.get("empty_cache", args[-1] if args else False)
         if is_last:
-            self.llm.policy_version += 1
+            self.llm.num_weight_updates += 1
             if self.llm.model_config.is_multimodal_model:
                 # vLLM keeps what the visual encoder made of an image, which OpenRLHF trains too.
                 await self.llm.reset_encoder_cache()
@@ -225,7 +225,7 @@ async def generate_responses(
         lengths = [end - start for start, end in response["action_ranges"]]
         # Tokens that an agent got from elsewhere have no version. They count as generated now.
         is_ours = [len(versions) for versions in current.versions] == lengths
-        versions = current.versions if is_ours else [[self.llm.policy_version] * n for n in lengths]
+        versions = current.versions if is_ours else [[self.llm.num_weight_updates] * n for n in lengths]
         # OpenRLHF's executor of agents sets max_tokens to the room that is left, and ends where there is none.
         has_no_room = params.max_tokens is not None and params.max_tokens <= 0
         is_truncated = response.get("truncated", False) or has_no_room
@@ -344,9 +344,9 @@ async def stop_growing(self: Any) -> None:
     await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
 
 
-def policy_version(self: Any) -> int:
+def num_weight_updates(self: Any) -> int:
     """Return the number of weight updates loaded so far."""
-    return self.llm.policy_version
+    return self.llm.num_weight_updates
 
 
 def limit_rewards(self: Any, patience: float, timeout: float) -> None:

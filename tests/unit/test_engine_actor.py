@@ -80,7 +80,7 @@ def test_stop_growing_ends_every_request_with_the_tokens_that_it_has():
 @pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])
 @pytest.mark.parametrize("by_name", [True, False])
 @given(num_parameters=st.lists(st.integers(1, 4), max_size=4))
-def test_the_policy_version_counts_whole_weight_updates_and_not_parameters(method, by_name, num_parameters):
+def test_the_engine_counts_whole_weight_updates_and_not_parameters(method, by_name, num_parameters):
     actor, others = make_actor(), ["handles"] if method == "update_weight_cuda_ipc" else []
 
     async def load(number: int, is_last: bool) -> None:
@@ -90,9 +90,9 @@ def test_the_policy_version_counts_whole_weight_updates_and_not_parameters(metho
 
     for version, count in enumerate(num_parameters):
         for number in range(count):
-            assert actor.policy_version() == version
+            assert actor.num_weight_updates() == version
             asyncio.run(load(number, number == count - 1))
-    assert actor.policy_version() == len(num_parameters)
+    assert actor.num_weight_updates() == len(num_parameters)
 
 
 @pytest.mark.parametrize("sees_images", [False, True])
@@ -111,11 +111,11 @@ def test_tokens_that_an_agent_got_elsewhere_have_the_engines_present_version():
         """Stands for an agent that asks another server for two actions, while a weight update is loaded."""
 
         async def execute(self, **_) -> dict:
-            actor.llm.policy_version += 1
+            actor.llm.num_weight_updates += 1
             return {"observation_tokens": [5] * 9, "action_ranges": [(2, 5), (7, 9)]}
 
     actor, params = make_actor(), Namespace(seed=None, max_tokens=None)
-    actor.executor, actor.llm.policy_version = Executor(), 3
+    actor.executor, actor.llm.num_weight_updates = Executor(), 3
     (response,) = asyncio.run(actor.generate_responses("1+2=", "3", params, 9, None))
     assert response["versions"] == [[4] * 3, [4] * 2]
 
@@ -178,7 +178,7 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
         async def generate(self, *_, **__):
             num_tokens = 0
             for num_updates, num_new in pieces:
-                versioned.policy_version += num_updates
+                versioned.num_weight_updates += num_updates
                 num_tokens += num_new
                 yield Namespace(outputs=[Namespace(token_ids=[0] * num_tokens)])
 

@@ -48,12 +48,12 @@ class ScriptedEngine:
 
         self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
         under_way = Namespace(request_states={"under way": None})
-        self.llm = Namespace(policy_version=0, output_processor=under_way, abort=self._abort)
+        self.llm = Namespace(num_weight_updates=0, output_processor=under_way, abort=self._abort)
         self.lengths, self.min_tokens, self.random = lengths, 1, random.Random(0)
         self.is_stopping, self.num_generated, self.seed_names, self.params = False, Counter(), [], []
         executed_at_once = {
             "stop_growing": lambda: asyncio.run(vllm_engine.stop_growing(self)),
-            "policy_version": lambda: vllm_engine.policy_version(self),
+            "num_weight_updates": lambda: vllm_engine.num_weight_updates(self),
             "limit_rewards": lambda *limits: vllm_engine.limit_rewards(self, *limits),
             "compare_log_probs": lambda *compared: vllm_engine.compare_log_probs(self, *compared),
             "get_num_unfinished_requests": lambda: 0,
@@ -89,8 +89,8 @@ class ScriptedEngine:
         if num_left <= stop_at:
             tokens[-1], reason = pipeline.EOS, "stop"
         self.num_generated[tuple(prompt)] += len(tokens)
-        response.versions.append([self.llm.policy_version] * len(tokens))
-        log_probs = [{token: Namespace(logprob=-0.25 - self.llm.policy_version)} for token in tokens]
+        response.versions.append([self.llm.num_weight_updates] * len(tokens))
+        log_probs = [{token: Namespace(logprob=-0.25 - self.llm.num_weight_updates)} for token in tokens]
         return Namespace(outputs=[Namespace(token_ids=tokens, logprobs=log_probs, finish_reason=reason)])
 
 
@@ -141,7 +141,7 @@ GENERATE = dict(max_len=24, max_new_tokens=16)
 
 def publish(generator) -> None:
     for engine in generator.vllm_engines:
-        engine.llm.policy_version += 1
+        engine.llm.num_weight_updates += 1
 
 
 def rollouts(generator):

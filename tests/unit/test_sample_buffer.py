@@ -65,7 +65,7 @@ def resume(directory, tmp_path):  # noqa: F811
     """The flags of a run that resumes a checkpoint with samples that wait, which version 8 made."""
     generator = make_generator(directory, **OVERSAMPLING)
     for engine in generator.vllm_engines:
-        engine.llm.policy_version = 1
+        engine.llm.num_weight_updates = 1
     samples, *_ = generator.generate_samples(**GENERATE)
     pipeline.make_checkpoint(tmp_path / "ckpt/_actor/global_step1")
     (tmp_path / "ckpt/_actor/latest").write_text("global_step1")

@@ -86,7 +86,7 @@ class Actors:
 
     def broadcast_to_vllm(self) -> list:
         for engine in self.engines:
-            engine.llm.policy_version += 1
+            engine.llm.num_weight_updates += 1
         return []
 
     def save_checkpoint(self, tag: str, client_states: dict, **_) -> list:
