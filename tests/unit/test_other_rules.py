@@ -268,6 +268,7 @@ def test_the_balance_of_an_update_of_one_sign_drops_what_has_no_counterpart(sign
         (SecondMomentBounds, dict(budget=math.nan), "budget nan is not allowed"),
         (SecondMomentBounds, dict(half_life=-1.0), "half_life -1.0 is not allowed; it must be 0 or more"),
         (BalancedWeights, dict(half_life=math.inf), "half_life inf is not allowed"),
+        (BalancedWeights, dict(target=0.0), "target 0.0 is not allowed"),
         (BalancedWeights, dict(target=1.0), r"target 1.0 is not allowed; it must lie in \(0, 1\)"),
         (BalancedWeights, dict(level="response"), "level 'response' is not allowed.*token.*sequence"),
         (TaperedWeights, dict(level="response"), "level 'response' is not allowed.*token.*sequence"),
