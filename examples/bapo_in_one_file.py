@@ -27,14 +27,14 @@ UPPER_START, UPPER_MAX, UPPER_STEP = 1.2, 3.0, 0.05
 
 
 def positive_share(ratio: torch.Tensor, advantage: torch.Tensor, lower: float, upper: float) -> torch.Tensor:
-    """Return the part of the objective that comes from tokens with a positive advantage (Eq. 8), clipped as in PPO."""
+    """Return the positive tokens' part of the objective: our reading of the paper's section 4.2, Eq. 8."""
     positive = (advantage * ratio.clamp(max=upper))[advantage > 0].sum()
     negative = (-advantage * ratio.clamp(min=lower))[advantage < 0].sum()
     return positive / (positive + negative)
 
 
 def find_bounds(ratio: torch.Tensor, advantage: torch.Tensor) -> tuple[float, float]:
-    """Algorithm 1: raise the upper bound, and then the lower one, until the positive share reaches the target."""
+    """Algorithm 1 (section 4.2): raise the upper bound, then the lower one, until the share reaches the target."""
     highest = [int((UPPER_MAX - UPPER_START) / UPPER_STEP + 1e-6), int((LOWER_MAX - LOWER_START) / LOWER_STEP + 1e-6)]
     upper_raises = lower_raises = 0
     while True:

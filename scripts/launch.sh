@@ -30,7 +30,8 @@ MAX_PROMPT=${MAX_PROMPT:-1024}        # tokens (ours)
 MAX_RESPONSE=${MAX_RESPONSE:-8192}    # tokens: the paper's validation (section 5.1); for other models than its 7B: ours
 SAMPLES=${SAMPLES:-16}                # responses per prompt (the authors' released example)
 PROMPTS=${PROMPTS:-128}               # prompts per rollout (ours)
-# The paper's staleness E is E + 1 rounds on one rollout (section 4.2, Algorithm 1): UPDATES x EPOCHS - 1 here.
+# The paper's staleness E is E + 1 rounds on the same samples (section 4.2, Algorithm 1). If a round is an optimizer step
+# (our reading), E is UPDATES x EPOCHS - 1 here.
 UPDATES=${UPDATES:-4}                 # optimizer steps per rollout and epoch (ours; the released example: 4)
 EPOCHS=${EPOCHS:-1}                   # passes over a rollout (ours; the released example: 2)
 EPISODES=${EPISODES:-1}               # passes over the prompts (ours)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # BAPO on responses that several policies wrote: under a token budget a rollout ends before its longest responses, which
 # continue in the next one (the paper's section 5.3 and Figure 12, budgets of 2k and 4k).
-# DeepSeek-R1-Distill-Qwen-7B on one node of 8 GPUs of 80 GiB where training and rollout take turns.
+# DeepSeek-R1-Distill-Qwen-7B with 8k responses (ours) on one node of 8 GPUs of 80 GiB where training and rollout take turns.
 # `DRY_RUN=1 bash scripts/train_bapo_partial.sh` checks everything and prints the plan. scripts/launch.sh has all other
 # variables that can be set from outside. Further flags go to the training command.
 set -euo pipefail

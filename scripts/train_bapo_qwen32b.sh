@@ -11,7 +11,7 @@ NUM_NODES=${NUM_NODES:-8}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-4} # GPUs per rollout engine (ours: leaves room for the KV of 64k tokens)
 RING_ATTN=${RING_ATTN:-8}             # GPUs that share a sequence in training (ours: 64k x 152k logits fit no GPU)
 PRESET=${PRESET:-paper}               # target 0.4, bounds in [0.6, 0.9] and [1.2, 3.0]: section 5.1
-MAX_RESPONSE=${MAX_RESPONSE:-65536}   # tokens: the paper's 64k (section 5.1)
+MAX_RESPONSE=${MAX_RESPONSE:-65536}   # tokens: the paper's for BP-Math (section 5.1); ours for this model
 
 source scripts/launch.sh
 ACTOR_GPUS_PER_NODE=$GPUS_PER_NODE

@@ -1,4 +1,4 @@
-"""Evaluates a model as the paper does: the mean over n sampled responses to each problem, on vLLM engines.
+"""Evaluates a model on vLLM engines: the mean over n sampled responses to each problem (the paper's section 5.1: 16).
 
 A killed run continues with the same --out. Exit code 1: some responses are ungraded; 2: a flag is wrong.
 """

@@ -279,9 +279,10 @@ def _caption(tokens: dict[str, np.ndarray], signs: dict[str, dict[str, np.ndarra
         f"{num_tokens:,} sampled tokens of {span}; {num_tokens - drawn:,} without an advantage, or without a finite "
         f"ratio and entropy, are left out. Staleness: up to\n{versions} versions, {optimizer_steps} optimizer steps. "
         "Band: the range of the bounds of all updates; each token is compared with the bounds of its update. H: mean\n"
-        "entropy in nats. A point without an error bar is one token. After the paper's Figures 5 and 10 (arXiv "
-        "2510.18927), from this run's tokens;\nbins, errors and the comparison are ours. Below: the paper's Eq. 6 and "
-        "Table 4; high and low are log-probs above and below their mean.\nNumbers at the bars: tokens."
+        "entropy in nats. A point without an error bar is one token. After the paper's Figures 5 (section 3) and "
+        "10 (section 4.3; arXiv 2510.18927), from this run's tokens;\nbins, errors and the comparison are ours. Below: "
+        "the paper's Eq. 6 (section 3) and Table 4; high and low are log-probs above and below their mean.\n"
+        "Numbers at the bars: tokens."
     )
 
 

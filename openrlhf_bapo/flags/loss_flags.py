@@ -39,7 +39,7 @@ _HELP = {
     "bapo.ratio_upper_max": "highest upper clip bound of the search",
     "bapo.ratio_upper_step": "step of the search for the upper clip bound",
     "bapo.contribution": "contribution of a token to the share: surrogate (the paper's section 4.2, Eq. 8), or "
-    "gradient (the part that the token's gradient carries)",
+    "gradient (ours: the part that the token's gradient carries)",
     "bapo.scope": "search once per optimizer step over its tokens on all ranks, or once per micro-batch (the authors' "
     "released recipe)",
     "bapo.smoothing": "train each update with an average over past bounds, which needs no extra forward pass; the "

@@ -3,7 +3,8 @@
 The staleness of a token is the number of policy versions between the policy that generated it and the one that is
 trained. A version is a publication of weights to the rollout engines, which can come after one or more optimizer steps.
 Optimizer steps are counted too, including those within the current training step. The paper's staleness (section
-4.2, Algorithm 1) counts optimizer steps. With r the importance ratio of each of n tokens,
+4.2, Algorithm 1) counts rounds on the same samples; we take a round for an optimizer step. With r the importance ratio
+of each of n tokens,
 
     effective sample size = (sum r)^2 / (n sum r^2)
 

@@ -53,7 +53,8 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         clip_config: BAPO's settings. Its `dual_clip` has no effect here: `PolicyLoss` has an argument of this name.
         rule: a clip rule in place of BAPO's with `clip_config`.
         token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behavior(token). The paper writes
-            Eq. 8 with that weight. Over sampled tokens it counts the probability twice, so it is not the default.
+            Eq. 8 (section 4.2) with that weight. Over sampled tokens it counts the probability twice, so it is not the
+            default.
         tapered: "token" or "sequence", to weigh each token's loss by `tapered_weights` of old / rollout at this level;
             None: no such weights.
         group: data-parallel ranks whose tokens count together; None: this process alone.

@@ -146,7 +146,7 @@ def _add_our_metrics(trainer: type) -> None:
 
 
 def lengths_by_sign(experiences: list) -> dict[str, float]:
-    """Return the mean response length (tokens) by the sign of the sample's advantage (the paper's Figure 6).
+    """Return the mean response length (tokens) by the sign of the sample's advantage (section 3, Figure 6).
 
     If the advantages of a sample's tokens differ (GAE), their mean is taken. A sign without samples has no entry.
     """

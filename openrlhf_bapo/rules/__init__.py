@@ -3,7 +3,7 @@
 In reading order:
 
     clip_config.py        settings of BAPO's rules, and presets
-    clip_bounds.py        the tally of an update's tokens, and the search over it (the paper's Algorithm 1)
+    clip_bounds.py        the tally of an update's tokens, and the search over it (the paper's section 4.2)
     clip_rules.py         BAPO's rules: bounds per update
     second_moment.py      the search of M2PO
     staleness_weights.py  tapered weights

@@ -1,10 +1,10 @@
-"""The search for the clip bounds of one policy update, so that positive tokens carry a target share (Algorithm 1).
+"""The search for the clip bounds of one policy update, so that positive tokens carry a target share (section 4.2).
 
 Take all tokens of one update. Token t has weight m, advantage A and importance ratio r. Two sums depend on one clip
 bound each:
 
     contribution   P(upper), over A > 0              N(lower), over A < 0
-    "surrogate"    sum m A min(r, upper)             sum m |A| max(r, lower)          (the paper's Eq. 8)
+    "surrogate"    sum m A min(r, upper)             sum m |A| max(r, lower)          (our reading of Eq. 8)
     "gradient"     sum m A r  where r <= upper       sum m |A| r  where r >= lower    (ours)
 
 The positive share is P / (P + N). The search walks a fixed path of (lower, upper) points and stops at the first one
@@ -155,7 +155,7 @@ def tally_by_grid(
 
 
 def solve_clip_bounds(tally: ContributionTally, config: ClipConfig) -> ClipBounds:
-    """Walk Algorithm 1's path over a tally of the whole update; on its device, without host synchronization."""
+    """Walk Algorithm 1's path (section 4.2) over an update's tally, on its device, without host synchronization."""
     return solve_on_path(tally, _path(config, tally.sums.device), config)
 
 

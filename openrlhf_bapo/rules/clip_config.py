@@ -37,9 +37,9 @@ class SmoothingConfig:
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The settings of BAPO's clip rule: its search (Algorithm 1), and the settings that a preset adds to it.
+    """The settings of BAPO's clip rule: its search (section 4.2, Algorithm 1), and what a preset adds to it.
 
-    The defaults are those of the paper's section 5.1.
+    The default target, ranges and steps are those of the paper's section 5.1, the default order that of section 4.2.
     """
 
     positive_contribution_target: float = 0.4
@@ -64,7 +64,7 @@ class ClipConfig:
     """delta_1: one raise of the upper clip bound."""
 
     contribution: str = "surrogate"
-    """The contribution of a token: "surrogate" (Eq. 8) or "gradient" (the same, without clipped tokens)."""
+    """The contribution of a token: "surrogate" (our reading of Eq. 8) or "gradient" (ours: without clipped tokens)."""
 
     order: str = "upper_first"
     """Which bound is raised to its maximum before the other is touched."""
@@ -73,7 +73,7 @@ class ClipConfig:
     """"share" compares P / (P + N) with the target; "ratio" compares P / (N + 1e-8)."""
 
     smoothing: SmoothingConfig | None = None
-    """None: the bounds are searched for each update (the paper). Otherwise they follow earlier updates (ours)."""
+    """None: the bounds are searched for each update (section 4.2). Otherwise they follow earlier updates (ours)."""
 
     scope: str = "update"
     """The tokens that a search uses: those of an "update" on all ranks, or of a "micro_batch" on all ranks."""
@@ -156,7 +156,10 @@ class ClipConfig:
         return _grid(self.ratio_upper_start, self.ratio_upper_max, self.ratio_upper_step)
 
     def path(self) -> list[tuple[int, int]]:
-        """List the points of Algorithm 1's walk in order: (index into `lower_grid`, index into `upper_grid`)."""
+        """List the points of the search in order: (index into `lower_grid`, index into `upper_grid`).
+
+        The order "upper_first" is that of Algorithm 1 (section 4.2), "lower_first" that of the preset `released`.
+        """
         num_lower, num_upper = len(self.lower_grid()), len(self.upper_grid())
         if self.order == "upper_first":
             return [(0, u) for u in range(num_upper)] + [(k, num_upper - 1) for k in range(1, num_lower)]
@@ -164,11 +167,14 @@ class ClipConfig:
 
 
 PRESETS = {
+    # The README of the authors' release.
     "readme": ClipConfig(positive_contribution_target=0.5),
     "paper": ClipConfig(),
+    # The paper's appendix A, which names no steps: those of section 5.1.
     "octothinker": ClipConfig(
         positive_contribution_target=0.45, ratio_lower_start=0.8, ratio_lower_max=0.9, ratio_upper_max=2.0
     ),
+    # The authors' recipe for verl.
     "released": ClipConfig(
         positive_contribution_target=1.0,
         ratio_lower_max=0.8,
@@ -179,6 +185,7 @@ PRESETS = {
         scope="micro_batch",
         dual_clip=3.0,
     ),
+    # Ours.
     "steady": ClipConfig(
         positive_contribution_target=0.5,
         contribution="gradient",

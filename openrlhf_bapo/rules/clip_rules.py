@@ -220,7 +220,7 @@ class FixedBounds(ClipRule):
     def __init__(self, lower: float, upper: float) -> None:
         if not lower <= 1 <= upper:
             raise ValueError(f"bounds {lower:g}, {upper:g} are not allowed; they must satisfy lower <= 1 <= upper")
-        self.config = ClipConfig()  # for the shares: the paper's contribution and target
+        self.config = ClipConfig()  # for the shares: contribution of section 4.2, target of section 5.1
         # No ratio lies beyond 0 and MOST_RATIO, and the sums of a tally have no value at infinity.
         self.lower, self.upper = torch.tensor([lower, upper], dtype=torch.float64).clamp(0, MOST_RATIO).unbind()
 
@@ -232,7 +232,7 @@ class FixedBounds(ClipRule):
 
 
 class SearchedBounds(ClipRule):
-    """BAPO's Algorithm 1: the bounds of each update are searched on its own tokens, before it is trained.
+    """BAPO's Algorithm 1 (section 4.2): the bounds of each update are searched on its own tokens, before it is trained.
 
     Args:
         config: the search. Until the first update is closed, the bounds are the start of its path.

@@ -1,9 +1,10 @@
-"""The change of entropy that the paper's Entropy-Clip Rule predicts for an update, by quadrant (Eq. 6 and 7, Table 4).
+"""The change of entropy that the paper's Entropy-Clip Rule predicts for an update (section 3), by quadrant.
 
-An update at learning rate eta changes the entropy by about -eta Cov(log pi(y), A(y) X(y)), with y sampled from pi. Our
-tokens are sampled from the behavior policy. Each has an importance ratio r, a weight m in the loss, and a factor w: the
-update follows the sum of m w A grad log pi. In PPO w is r for tokens trained on and 0 for the others, so w = r X. Means
-over the tokens, weighted by m, are then expectations over pi:
+An update at learning rate eta changes the entropy by about -eta Cov(log pi(y), A(y) X(y)), with y sampled from pi (Eq.
+6 and 7, without the constant; the quadrants are those of appendix B.4.2, Table 4). Our tokens are sampled from the
+behavior policy. Each has an importance ratio r, a weight m in the loss, and a factor w: the update follows the sum of m
+w A grad log pi. In PPO w is r for tokens trained on and 0 for the others, so w = r X. Means over the tokens, weighted
+by m, are then expectations over pi:
 
     E[A X] = mean(w A)        E[A X log pi] = mean(w A log pi)        h = E[log pi] = mean(r log pi) / mean(r)
     -Cov(log pi, A X) = mean(change)        change = -w A (log pi - h)

@@ -82,7 +82,7 @@ class SecondMomentBounds(_AveragedRule):
     average, are ours.
 
     Args:
-        budget: allowed mean of the squared log-ratio, above 0. The default is the paper's.
+        budget: allowed mean of the squared log-ratio, above 0. The default is M2PO's.
         half_life: half-life of the average, in updates; 0: no average.
 
     Raises:
@@ -177,7 +177,7 @@ class TaperedWeights(WeightRule):
     """Weight 1 for positive tokens and min(r, 1) for negative ones, and no clip (TOPR, arXiv 2503.14286).
 
     Args:
-        level: the ratio in the weight: of each "token", or of the "sequence" (the paper), the product over its tokens.
+        level: the ratio in the weight: of each "token", or of the "sequence" (TOPR's), the product over its tokens.
 
     Raises:
         ValueError: for another level.
@@ -197,8 +197,9 @@ class TaperedWeights(WeightRule):
 class BalancedWeights(_AveragedRule):
     """TOPR's weights, and negative tokens scaled down until positive ones carry their share (ours).
 
-    BAPO's search balances by dropping tokens. Weights need no search. P and N are the sums of m |A| w over positive and
-    negative tokens with TOPR's weights w. The positive share equals the target if negative tokens are scaled by
+    BAPO's search (section 4.2) lets positive tokens in and keeps negative ones out. Weights need no search. P and N are
+    the sums of m |A| w over positive and negative tokens with TOPR's weights w. The positive share equals the target if
+    negative tokens are scaled by
 
         s = P (1 - target) / (target N)
 
