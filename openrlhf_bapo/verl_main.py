@@ -8,7 +8,7 @@ rounding of their mean is divided by 1e-6.
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,10 @@ def _check(config: DictConfig) -> None:
     assert isinstance(settings, dict)
     if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
         return
-    rule = BapoPolicyLossConfig(**settings).update.rule
+    loss = BapoPolicyLossConfig(**settings)
+    rule = loss.update.rule
+    if loss.tapered:
+        _check_weights(config.algorithm.get("rollout_correction") or {})
     if settings.get("rule"):
         config.actor_rollout_ref.actor.policy_loss.rule = absolute(settings["rule"])
     # verl's ranks have the same state. Its trainer finds the checkpoint like this.
@@ -83,6 +86,24 @@ def _check(config: DictConfig) -> None:
         folder = config.trainer.resume_from_path
     if folder is not None and has_saved_state(saved := Path(folder, "actor", "clip_rule_rank_0")):
         load_rule(rule, saved)
+
+
+def _check_weights(correction: Mapping) -> None:
+    """Refuse settings of verl's rollout correction from whose weights s the loss cannot take min(s, 1)."""
+    name = "algorithm.rollout_correction."
+    if correction.get("rollout_is") not in ("token", "sequence") or correction.get("bypass_mode"):
+        return  # there are no weights, which the loss refuses
+    if correction.get("rollout_is_batch_normalize"):
+        raise ValueError(f"{name}rollout_is_batch_normalize True: with policy_loss.tapered only False is allowed")
+    threshold = correction.get("rollout_is_threshold", 2.0)
+    try:
+        is_allowed = float(threshold) >= 1
+    except ValueError:  # "LOW_HIGH", which drops tokens
+        is_allowed = False
+    if not is_allowed:
+        raise ValueError(
+            f"{name}rollout_is_threshold {threshold}: with policy_loss.tapered only a number of at least 1 is allowed"
+        )
 
 
 def main() -> None:

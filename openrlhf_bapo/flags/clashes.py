@@ -9,11 +9,7 @@ from operator import attrgetter
 
 from openrlhf_bapo.flags.input_files import listed
 from openrlhf_bapo.flags.mistakes import shown
-from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule
-
-_ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-"""Advantage estimators that compare the responses to a prompt."""
-
+from openrlhf_bapo.openrlhf.settings import ESTIMATORS_OVER_SAMPLES, compares_engine, has_clip_rule
 
 Problems = Iterator[tuple[str, str]]
 """Flags, separated by spaces, and what is wrong with their values or allowed."""
@@ -140,7 +136,7 @@ def _clashes_of_batches(args: Namespace) -> Problems:
     num_samples = rollout.batch_size * rollout.n_samples_per_prompt
     micro_batch_size = 1 if train.dynamic_batch_enable else train.micro_batch_size
     per_rank = "" if train.dynamic_batch_enable else f"--train.micro_batch_size {micro_batch_size} on each of "
-    if rollout.n_samples_per_prompt == 1 and args.algo.advantage.estimator in _ESTIMATORS_OVER_SAMPLES:
+    if rollout.n_samples_per_prompt == 1 and args.algo.advantage.estimator in ESTIMATORS_OVER_SAMPLES:
         estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
         yield "rollout.n_samples_per_prompt", f"{estimator} compares the responses to a prompt; allowed: 2 or more"
     if size > num_samples:
@@ -153,10 +149,15 @@ def _clashes_of_batches(args: Namespace) -> Problems:
         if not num or size % (num * micro_batch_size):
             ranks = f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {model.num_gpus_per_node}"
             yield "train.batch_size", f"must be a multiple of {num * micro_batch_size}, {per_rank}{ranks}"
-    if (args.replay.ratio or (has_clip_rule(args) and not train.dynamic_batch_enable)) and num_samples % size:
+    # A dynamic batch leaves out what fills no optimizer step, always the samples of middle length.
+    whole = {
+        "--replay.ratio": args.replay.ratio,
+        f"--policy_loss {args.policy_loss}": has_clip_rule(args),
+        "--train.dynamic_batch_enable": train.dynamic_batch_enable,
+    }
+    if (reason := next((flag for flag, is_given in whole.items() if is_given), None)) and num_samples % size:
         total = f"--rollout.batch_size x --rollout.n_samples_per_prompt, which is {num_samples}"
-        flag = "--replay.ratio" if args.replay.ratio else f"--policy_loss {args.policy_loss}"
-        yield "train.batch_size", f"with {flag} it must divide {total}"
+        yield "train.batch_size", f"with {reason} it must divide {total}"
     if num_samples // rollout.micro_batch_size < num_ranks["actor"]:
         yield (
             "rollout.micro_batch_size",

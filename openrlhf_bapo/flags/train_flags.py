@@ -11,7 +11,7 @@ from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.flags.values import check_values
 from openrlhf_bapo.offpolicy.partial_rollouts import ON_STALE, PartialConfig
 from openrlhf_bapo.offpolicy.replay_pool import STRATEGIES, ReplayConfig
-from openrlhf_bapo.openrlhf.settings import TOKEN_WEIGHTS
+from openrlhf_bapo.openrlhf.settings import ESTIMATORS_OVER_SAMPLES, TOKEN_WEIGHTS
 from openrlhf_bapo.rules.other_rules import rule_class
 from openrlhf_bapo.rules.staleness_weights import LEVELS, WEIGHTS
 
@@ -57,7 +57,8 @@ _HELP = {
     "replay.max_reuse": "how many times a group may be replayed",
     "replay.strategy": "how groups are drawn; advantage: with probabilities proportional to their mean absolute "
     "advantage",
-    "replay.skip_uninformative": "leave groups with equal rewards out of the pool",
+    "replay.skip_uninformative": "leave groups with equal rewards out of the pool (default: on where the advantages "
+    "compare the responses to a prompt)",
     "replay.seed": "seed of the draws from the pool",
     "replay.discard_saved": "with --ckpt.load_enable: start with an empty pool",
     "partial.token_budget": "tokens by which a response may grow in one rollout; it continues in a later one; 0: off",
@@ -156,6 +157,9 @@ def resolve_flags(args: Namespace, given_names: Set[str] = frozenset()) -> None:
     _check_off_policy(values, policy_loss)
     values["offpolicy.ratio_base"] = _ratio_base(values, policy_loss)
     _check_dump_tokens(values, policy_loss)
+    if values["replay.ratio"] and values.get("algo.advantage.estimator") not in ESTIMATORS_OVER_SAMPLES:
+        # Equal rewards of a prompt's responses are then no reason for advantages of 0.
+        values["replay.skip_uninformative"] &= "replay.skip_uninformative" in given_names
     args.policy_loss = policy_loss
     if values.get("ds.lora.target_modules") == ["all-linear"]:
         values["ds.lora.target_modules"] = "all-linear"  # PEFT looks for modules of this name if it is in a list

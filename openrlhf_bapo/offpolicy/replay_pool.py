@@ -164,7 +164,7 @@ class Group:
 
     @cached_property
     def is_informative(self) -> bool:
-        """True if the rewards differ. If they do not, every group-relative advantage is 0."""
+        """True if the rewards differ. If they do not, every advantage that compares them is 0."""
         rewards = self.rewards.tolist()
         return any(reward != rewards[0] for reward in rewards)
 

@@ -74,7 +74,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         if is_off_policy(self.args):
             mismatch, num_mixed, base = [], 0, self.args.offpolicy.ratio_base
             is_corrected = self.args.algo.advantage.is_correction_level != "off" or is_tapered(self.args)
-            needs_engine = base != "recomputed" or is_corrected
+            needs_engine = base != "recomputed" or is_corrected or self.args.bapo.token_weight == "rollout_prob"
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)

@@ -55,6 +55,8 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         token_weight: "none", or "rollout_prob" to weight a token in the search by pi_behavior(token). The paper writes
             Eq. 8 (section 4.2) with that weight. Over sampled tokens it counts the probability twice, so it is not the
             default.
+        is_proximal: whether the ratio is against the policy that training on the rollout starts from, so that
+            pi_behavior is in `rollout_log_probs`, as with IS correction and tapered weights.
         tapered: "token" or "sequence", to weigh each token's loss by `tapered_weights` of old / rollout at this level;
             None: no such weights.
         group: data-parallel ranks whose tokens count together; None: this process alone.
@@ -74,6 +76,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         clip_config: ClipConfig | None = None,
         rule: ClipRule | None = None,
         token_weight: str = "none",
+        is_proximal: bool = False,
         tapered: str | None = None,
         group: dist.ProcessGroup | None = None,
         **kwargs: Any,
@@ -83,7 +86,7 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
             raise ValueError(f"policy_loss_type {self.policy_loss_type!r} has no token ratio to bound; use 'ppo'")
         if token_weight not in TOKEN_WEIGHTS:
             raise ValueError(f"token_weight {token_weight!r} is not allowed; it must be one of {TOKEN_WEIGHTS}")
-        self.token_weight, self.tapered = token_weight, tapered
+        self.token_weight, self.is_proximal, self.tapered = token_weight, is_proximal, tapered
         self._negative = torch.zeros(2, dtype=torch.float64)  # sum of the weights, and number, of tokens with A < 0
         ClipRuleLoss.__init__(self, rule or make_clip_rule(clip_config or ClipConfig()), group)
         if tapered is not None and tapered not in LEVELS:
@@ -191,6 +194,6 @@ class BapoPolicyLoss(ClipRuleLoss, PolicyLoss):
         if self.token_weight == "none":
             return tokens
         behavior_log_probs = tokens.behavior_log_probs
-        if self.is_correction_level != "off" and rollout_log_probs is not None:
+        if (self.is_proximal or self.weighs_staleness) and rollout_log_probs is not None:
             behavior_log_probs = rollout_log_probs
         return replace(tokens, weight=tokens.weight * behavior_log_probs.exp())

@@ -9,7 +9,7 @@ from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
 from openrlhf_bapo.openrlhf.policy_loss import BapoPolicyLoss
 from openrlhf_bapo.openrlhf.replay_checkpoint import load_clip_rule
-from openrlhf_bapo.openrlhf.settings import is_tapered, reads_engine_log_probs
+from openrlhf_bapo.openrlhf.settings import has_proximal_ratio, is_tapered, reads_engine_log_probs
 from openrlhf_bapo.openrlhf.training_pass import PassPart
 from openrlhf_bapo.rules.clip_rules import ClipRule
 from openrlhf_bapo.rules.rule_loss import leave_out_nonfinite
@@ -26,6 +26,7 @@ class RuleWindows(UpdateWindows, PassPart):
             trainer.actor_loss_fn,
             rule=rule,
             token_weight=args.bapo.token_weight or "none",
+            is_proximal=has_proximal_ratio(args),
             tapered=args.offpolicy.weight_level if is_tapered(args) else None,
             group=trainer.group,
         )

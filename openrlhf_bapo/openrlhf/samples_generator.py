@@ -87,7 +87,10 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         self._cut_prompts = find_cut("--data.prompt_dataset", self.prompts_dataloader)
         find_cut("--eval.dataset", self.eval_dataloader)
         self._num_left_over = 0  # groups since the last log
-        self._needs_whole_steps = has_clip_rule(self.args) or self.args.replay.ratio > 0
+        # A dynamic batch leaves out what fills no optimizer step, always the samples of middle length.
+        self._needs_whole_steps = (
+            has_clip_rule(self.args) or self.args.replay.ratio > 0 or self.args.train.dynamic_batch_enable
+        )
         self._saved_buffer: SampleBuffer | None = None  # from a checkpoint, until the first rollout
 
     @torch.no_grad()

@@ -8,6 +8,9 @@ from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
 
 TOKEN_WEIGHTS = ("none", "rollout_prob")
 
+ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+"""Advantage estimators that compare the responses to a prompt."""
+
 
 def is_off_policy(args: Namespace) -> bool:
     """Say whether samples need policy versions and the engine's log-probs; `args` as OpenRLHF nests them."""

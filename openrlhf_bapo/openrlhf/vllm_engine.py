@@ -82,7 +82,8 @@ _SHAPING = (
     "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids "
     "bad_words structured_outputs"
 ).split()
-"""Fields of vLLM's SamplingParams that change the distribution of the next token, and so the engine's log-probs."""
+"""Fields of vLLM's SamplingParams that change the distribution of the next token, and so the engine's log-probs.
+`min_tokens` does so too, because it forbids the end of a response; OpenRLHF's own is 1."""
 
 
 class VersionedEngine:
@@ -132,7 +133,8 @@ def _refuse_other_distribution(asked: Any, flag: str, of_run: Any) -> None:
 
 def _distribution(sampling_params: Any) -> dict[str, Any]:
     found = {name: getattr(sampling_params, name) for name in _SHAPING}
-    return found | {"top_k": max(found["top_k"], 0)}  # -1 and 0 are both off
+    # -1 and 0 are both off
+    return found | {"top_k": max(found["top_k"], 0), "min_tokens": max(sampling_params.min_tokens, 1)}
 
 
 def use_versioned_engine(vllm_engine: Any) -> None:

@@ -397,6 +397,17 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
     Path("mine.py").symlink_to(pipeline.SUPPORT / "own_rules.py")
     own = [*ours, f"+{loss}.rule=mine.py:Mine", f"+{loss}.rule_settings.target=0.4"]
     assert one_line_of(own, monkeypatch, capsys) == (f"{pipeline.SUPPORT}/own_rules.py:Mine", "")
+    weights = "algorithm.rollout_correction"
+    tapered = [*ours, f"{loss}.tapered=True", f"{weights}.rollout_is=sequence"]
+    assert one_line_of([*tapered, f"{weights}.rollout_is_threshold=1"], monkeypatch, capsys) == (None, "")
+    for wrong, allowed in (
+        ("rollout_is_batch_normalize=True", "only False"),
+        ("rollout_is_threshold=0.5", "only a number of at least 1"),
+        ("rollout_is_threshold=0.5_2.0", "only a number of at least 1"),
+    ):
+        code, error = one_line_of([*tapered, f"{weights}.{wrong}"], monkeypatch, capsys)
+        said = f"{weights}.{wrong.replace('=', ' ')}: with policy_loss.tapered {allowed} is allowed"
+        assert code == 2 and error.count("\n") == 1 and said in error, error
     for wrong, said in (
         (f"{loss}.preset=mine", "preset 'mine' is unknown"),
         (f"+{loss}.rule=nowhere.py:Mine", "nowhere.py:Mine: no file nowhere.py"),

@@ -197,7 +197,9 @@ def test_every_token_has_the_version_whose_weights_were_loaded_when_it_came_out(
 
 
 OTHER_DISTRIBUTIONS = dict(temperature=0.5, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=0.1, frequency_penalty=0.1)
-OTHER_DISTRIBUTIONS |= dict(repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], bad_words=["no"])
+OTHER_DISTRIBUTIONS |= dict(
+    min_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], bad_words=["no"]
+)
 
 
 @pytest.mark.parametrize("name", OTHER_DISTRIBUTIONS)

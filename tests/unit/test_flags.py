@@ -216,6 +216,10 @@ TOGETHER = r"""
 --train.colocate_all --vllm.num_engines 2 => --vllm.num_engines 2 ... the actor's 1 GPUs
 --policy_loss bapo --train.batch_size 24
     => : with --policy_loss bapo it must divide --rollout.batch_size x ... which is 64
+--policy_loss bapo --train.dynamic_batch_enable --train.batch_size 24
+    => : with --policy_loss bapo it must divide --rollout.batch_size x ... which is 64
+--policy_loss ppo --train.dynamic_batch_enable --train.batch_size 24
+    => : with --train.dynamic_batch_enable it must divide --rollout.batch_size x ... which is 64
 --replay.ratio 1 --algo.advantage.estimator gae --critic.num_gpus_per_node 2
     => : with --replay.ratio ... as the actor, 1
 --train.dynamic_batch_enable --ds.zero_stage 1 --ds.overlap_comm => : with --train.dynamic_batch_enable
@@ -416,7 +420,10 @@ RESOLVED = """
 --policy_loss bapo --bapo.preset released --bapo.scope update --actor.dual_clip 5
     => bapo.scope=update actor.dual_clip=5.0
 --replay.ratio 1 --rollout.n_samples_per_prompt 1 --rollout.batch_size 64 --algo.advantage.estimator reinforce
-    --no-replay.skip_uninformative => replay.skip_uninformative=False
+    => replay.skip_uninformative=False
+--replay.ratio 1 => replay.skip_uninformative=True
+--replay.ratio 1 --no-replay.skip_uninformative => replay.skip_uninformative=False
+--replay.ratio 1 --algo.advantage.estimator gae --replay.skip_uninformative => replay.skip_uninformative=True
 --policy_loss bapo --offpolicy.lag 3
     => partial.token_budget=2147483647 partial.oversample=1.0 partial.max_staleness=3
 """

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from openrlhf_bapo import BapoPolicyLoss, ClipBounds, ClipConfig, find_clip_bounds
 from openrlhf_bapo.rules.other_rules import TaperedWeights
+from openrlhf_bapo.rules.staleness_weights import tapered_weights
 
 ZERO_WIDTH = ClipConfig(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
 
@@ -86,6 +87,26 @@ def test_share_weighs_tokens_as_the_aggregation_and_the_token_weight_say():
         loss = BapoPolicyLoss(**arguments)
         loss(**batch)
         assert found_by(loss) == [find_clip_bounds(ratio, batch["advantages"], weight, loss.rule.config)]
+
+
+@pytest.mark.parametrize("given", [dict(is_proximal=True), dict(tapered="token"), dict(tapered="sequence")], ids=str)
+def test_the_search_weighs_tokens_by_the_behavior_policy_where_the_ratio_is_against_a_later_one(given):
+    batch = micro_batch(5, torch.float64)
+    mask, ratio = batch["action_mask"].double(), (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
+    weight = mask * batch["rollout_log_probs"].exp()
+    if level := given.get("tapered"):
+        stale = batch["old_log_probs"] - batch["rollout_log_probs"]
+        weight = weight * tapered_weights(stale, batch["advantages"], batch["action_mask"], level)
+    expected = find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
+    for is_tallied in (False, True):
+        loss = BapoPolicyLoss(clip_config=ClipConfig(), token_weight="rollout_prob", **given)
+        if is_tallied:
+            loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
+            loss.close_update()
+        loss(**batch)
+        (found,) = found_by(loss)
+        assert float(found.initial_share) == pytest.approx(float(expected.initial_share), rel=1e-12)
+        assert (found.lower, found.upper) == (expected.lower, expected.upper)
 
 
 CORRECTIONS = [

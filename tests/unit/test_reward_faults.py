@@ -124,14 +124,15 @@ def test_under_a_lag_max_drop_rate_is_of_all_groups_that_the_first_rollout_needs
         generator.generate_samples(**GENERATE)
 
 
-@pytest.mark.parametrize("policy_loss", ["bapo", "ppo"])
+@pytest.mark.parametrize(("policy_loss", "is_dynamic"), [("bapo", False), ("ppo", False), ("ppo", True)])
 @pytest.mark.parametrize("bad", [{3: NAN}, {}], ids=["a dropped group", "no fault"])
-def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generator_for, policy_loss, bad):
-    """With OpenRLHF's own losses only if a group was dropped."""
+def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generator_for, policy_loss, is_dynamic, bad):
+    """With OpenRLHF's own losses only if a group was dropped, or with a dynamic batch."""
     flags = dict(partial__token_budget=None, train__batch_size=6, num_prompts=8 if bad else 7)
     flags |= dict(policy_loss="ppo", train__async_enable=True) if policy_loss == "ppo" else {}
+    flags |= dict(train__dynamic_batch_enable=True, train__max_tokens_per_gpu=64) if is_dynamic else {}
     batches = [*rollouts(generator_for(bad, **flags))]
-    is_cut = bool(bad) or policy_loss == "bapo"
+    is_cut = bool(bad) or policy_loss == "bapo" or is_dynamic
     assert [len(batch) for batch in batches] == [12, 6 if is_cut else 9]
     if not bad:  # the last prompts are left over
         assert [sample.place for batch in batches for sample in batch[::NUM_SAMPLES]] == [*range(6 if is_cut else 7)]
