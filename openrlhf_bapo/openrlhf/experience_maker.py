@@ -20,7 +20,13 @@ from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
 from openrlhf_bapo.offpolicy.replay_pool import Group, ReplayPool
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer, to_fields, to_tensors
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
-from openrlhf_bapo.openrlhf.settings import is_decoupled, is_off_policy, is_tapered, replay_config_from_args
+from openrlhf_bapo.openrlhf.settings import (
+    has_proximal_ratio,
+    is_decoupled,
+    is_off_policy,
+    is_tapered,
+    replay_config_from_args,
+)
 
 # Fields of Experience that have another name in the pool. OpenRLHF's loss takes action_log_probs as the denominator of
 # the ratio, so they are the behavior policy's.
@@ -74,7 +80,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         if is_off_policy(self.args):
             mismatch, num_mixed, base = [], 0, self.args.offpolicy.ratio_base
             is_corrected = self.args.algo.advantage.is_correction_level != "off" or is_tapered(self.args)
-            needs_engine = base != "recomputed" or is_corrected or self.args.bapo.token_weight == "rollout_prob"
+            weighs_by_engine = self.args.bapo.token_weight == "rollout_prob" and has_proximal_ratio(self.args)
+            needs_engine = base != "recomputed" or is_corrected or weighs_by_engine
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
@@ -90,8 +97,8 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                     raise ValueError(
                         "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio or its "
                         "correction needs (in async training, with --offpolicy.ratio_base rollout, "
-                        "--offpolicy.weight or --algo.advantage.is_correction_level); --policy_loss ppo runs without "
-                        "them if it is given --offpolicy.ratio_base recomputed"
+                        "--offpolicy.weight, --bapo.token_weight or --algo.advantage.is_correction_level); "
+                        "--policy_loss ppo runs without them if it is given --offpolicy.ratio_base recomputed"
                     )
                 if is_tapered(self.args):
                     # The mismatch of engine and actor does not count as staleness: fresh tokens have s = 1.

@@ -186,7 +186,9 @@ def test_a_rollouts_metrics_are_logged_once_and_its_unfinished_responses_are_kep
 def test_an_agent_without_log_probs_is_refused_only_if_the_ratio_or_its_correction_needs_them(tmp_path):
     base, correction = dict(offpolicy__ratio_base="rollout"), dict(algo__advantage__is_correction_level="token")
     asynchronous = dict(policy_loss="ppo", train__async_enable=True)
-    for flags in (base, correction, STALE[2], asynchronous, DECOUPLED, DECOUPLED | STALE[1], TAPERED):
+    unweighted = DECOUPLED | dict(offpolicy__weight="none")
+    weighed = unweighted | dict(bapo__token_weight="rollout_prob")
+    for flags in (base, correction, STALE[2], asynchronous, DECOUPLED, DECOUPLED | STALE[1], TAPERED, weighed):
         maker = make_maker(tmp_path, **flags)
         with pytest.raises(ValueError, match=r"--train.agent_func_path returned no rollout_log_probs.*ratio_base re"):
             experience_of(maker, [pipeline.response(3)] * 3)

@@ -249,6 +249,11 @@ def test_the_share_weighs_tokens_as_the_losss_aggregation_and_the_flag_say(direc
     assert found == pytest.approx(share(tokens(weights=probabilities)), rel=1e-4)
     assert found != pytest.approx(share(tokens()), rel=1e-2)
 
+    decoupled = dict(offpolicy__objective="decoupled", offpolicy__weight="none", bapo__token_weight="rollout_prob")
+    (result,) = one_update(directory, log_weights=LOG_WEIGHTS, **decoupled)
+    of_engine = [[p / math.exp(w) for p in row] for row, w in zip(probabilities, LOG_WEIGHTS, strict=True)]
+    assert result["searches"][0]["initial_share"] == pytest.approx(share(tokens(weights=of_engine)), rel=1e-4)
+
 
 @pytest.mark.parametrize(
     ("given", "areas"),
