@@ -38,7 +38,11 @@ TESTS = {
     "rules/clip_rules.py": ["test_clip_rules.py", "test_steady_bounds.py", "test_other_rules.py"],
     "offpolicy/offpolicy_metrics.py": ["test_offpolicy_metrics.py"],
     "rules/update_windows.py": ["test_off_policy_actor.py", "test_update_scope.py", "test_steady_updates.py"],
-    "rules/settings.py": ["test_flags.py", "test_own_rules.py", "test_baselines.py"],
+    "rules/settings.py": [
+        "test_flags.py",
+        "test_own_rules.py::test_the_settings_of_a_rule_of_ones_own_are_flags",
+        "test_baselines.py",
+    ],
     "rules/saved_rule.py": ["test_saved_rule.py"],
     "offpolicy/replay_pool.py": ["test_replay_pool.py"],
     "offpolicy/saved_pool.py": ["test_saved_pool.py"],
