@@ -76,8 +76,10 @@ def extract_answer(response: str) -> str | None:
     return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
 
 
-# "x =", "f(3) =", "a_{10} =" before the only equals sign
-_NAMED = re.compile(r"^\s*(?:\\?[A-Za-z]+'*(?:_(?:\w|\{[^{}=]*\}))? ?(?:\([^()=<>]*\))? ?)?=(?=[^=]*$)")
+# "x =", "f(3) =", "a_{10} =", "Thus x =" before the only equals sign
+_NAMED = re.compile(
+    r"^\s*(?:(?:[A-Za-z]{2,} )*\\?[A-Za-z]+'*(?:_(?:\w|\{[^{}=]*\}))? ?(?:\([^()=<>]*\))? ?)?=(?=[^=]*$)"
+)
 
 
 # Finding the answer --------------------------------------------------------------------------------------------------
