@@ -11,7 +11,7 @@ Comparing answers. Most answers are integers or equal as text: `is_plainly_equal
 math-verify parses and compares all others, twice: unchanged, and rewritten by `_REWRITES`. There are additional rules
 only where math-verify alone is wrong, each with an example ("a" != "b" where math-verify finds the two equal). Texts of
 which math-verify reads only a part are not given to it unchanged. Congruences, and values under conditions, are taken
-apart first, and their parts compared.
+apart first, and their parts compared; likewise compound quantities ("5\text{ ft }3\text{ in}").
 math-verify and sympy have no time limit, so `grader.MathGrader` calls `is_equal` in processes with limits.
 """
 
@@ -61,18 +61,25 @@ def is_correct(response: str, gold: str) -> bool:
 def extract_answer(response: str) -> str | None:
     """Return a response's final answer in a normal form for majority voting, or None if it has no answer.
 
-    Numbers become reduced fractions, parts of a list are sorted, units are dropped. No algebra: 2^3 and 8 differ.
+    Numbers become reduced fractions, parts of a list are sorted, units and the name in "x = 2" or "f(3) = 2" are
+    dropped. Other equations and inequalities are kept: "x = 1, y = 2", "x <= 2". No algebra: 2^3 and 8 differ.
     """
     answer = find_answer(response)
     if answer is None or len(answer.text) > _LONGEST:
         return answer.text if answer else None
     text, _ = _rewrite(answer.text)
-    text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text.rpartition("=")[2]).strip(" .")
+    text = _NAMED.sub("", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)).strip(" .")
     is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
-    parts = ["".join(part.split()) for part in ([text] if is_one else text.split(","))]
+    parts = ["".join(part.split()) for part in ([text] if is_one else re.split(r",|\\lor", text))]
     values = [_fraction(part) for part in parts]
     parts = [part if value is None else str(value) for part, value in zip(parts, values, strict=True)]
     return ",".join(sorted(part.casefold() if len(part) > 2 and part.isalpha() else part for part in parts))
+
+
+# "x =", "f(3) =", "a_{10} =", "Thus x =" before the only equals sign
+_NAMED = re.compile(
+    r"^\s*(?:(?:[A-Za-z]{2,} )*\\?[A-Za-z]+'*(?:_(?:\w|\{[^{}=]*\}))? ?(?:\([^()=<>]*\))? ?)?=(?=[^=]*$)"
+)
 
 
 # Finding the answer --------------------------------------------------------------------------------------------------
@@ -256,12 +263,17 @@ def is_equal(answer: Answer, gold: str) -> bool:
         or any(re.search(r"(?<![\d_^])\d+ \d", side) for side in (text, gold_text))  # "1 2" != "3"
         or any(marks[kind] != gold_marks[kind] for kind in marks.keys() & gold_marks.keys() - {"unit"})
         or _units_differ(marks.get("unit"), gold_marks.get("unit"))
+        or bool(_NUMBER_PART.search(words[0])) != bool(_NUMBER_PART.search(words[1]))  # "5\text{ tenths}" != "5"
+        or (_THOUSANDS.search(f"{answer.text} {gold}") and marks.get("unit") != gold_marks.get("unit"))
         or _lower(letters - gold_letters) & _lower(gold_letters - letters)  # "2n" != "2N"
         or (_SUM.match(gold_text) and "=" not in text)  # "5" != "x+y=5"
         or (not is_prose and _passed_over(text, gold_text) != _passed_over(gold_text, text))
         or (not is_prose and _INEQUALITY.search(text) and _fraction(gold_text) is not None)  # "x > 5" != "5"
     ):
         return False
+    quantities, gold_quantities = _quantities(text), _quantities(gold_text)
+    if max(len(quantities), len(gold_quantities)) > 1:
+        return len(quantities) == len(gold_quantities) and all(map(_is_equal_case, quantities, gold_quantities))
     if text and text == gold_text:
         return True
     is_misread = any(_MISREAD.search(side) for side in (answer.text, gold))
@@ -269,9 +281,8 @@ def is_equal(answer: Answer, gold: str) -> bool:
         is_misread |= len(_lower(letters)) < len(letters)  # math-verify reads "nN" as "n^2"
         is_misread |= any(_PASSED_OVER.search(side) for side in (answer.text, gold))
         is_misread |= bool(_VARIABLE_TERM.match(answer.text))
-    if answer.passage and not is_misread:
-        if _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
-            return True
+    if answer.passage and not is_misread and _agree(_parse(answer.passage), _parse(f"\\boxed{{{gold}}}")):
+        return True
     if "," in text and "," in gold_text:  # "100, 101" == "100,101"; "1,000, 2,000" == "1000,2000"
         text, gold_text = (
             re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "" if _SPACED_LIST.fullmatch(side) else ", ", side)
@@ -299,6 +310,14 @@ _QUALIFIER = re.compile(
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
+# The first number's fraction or power in words: "3 quarters", "2 and a half", "3 squared"; not "12 fifth graders".
+_ORDINAL = "third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
+_NUMBER_PART = re.compile(
+    rf"(?:^|=)(?:\\[a-z]+|,(?! )|[^a-z=,])*[\d}}],? ?(?:(?:a|one) (?:half|{_ORDINAL})|halves|(?:{_ORDINAL})s"
+    r"|squared|cubed|factorial|score)\b[^=]*$"
+)
+# "2\text{K}" != "2"; but "2\text{ K}" and "300\text{K}" are kelvins.
+_THOUSANDS = re.compile(r"(?<!\d\d)\d\\(?:text|math)[a-z]* ?\{[kK]\}")
 _VARIABLE_TERM = re.compile(r"[^=]*(?:[-+] ?[a-z]\b|(?<![a-zA-Z\\])[a-z] ?[-+])[^=]*$")  # "The answer is 5 + x" != "5"
 # Texts of which math-verify reads only a part: "3 \u2212 2\u221a2" != "2", "7\text{ million}" != "7", "x+2t" != "x+2",
 # "2t" != "2" (but "2 m" == "2"), "2\binom{6}{3}" != "22", "x \not= 3" != "3", "\ln{(2)}^2" != "\ln 4".
@@ -396,6 +415,8 @@ _PASSED_OVER = re.compile(
     rf"(?<=[A-Za-z)}}'])(?<![A-Za-z]{{2}})'(?![A-Za-z])|{_DOTS}|\\(?:x?cancel|[hv]?phantom|prime|permil)(?![a-z])"
     r"|\^\{?(?=\\top|T)|\\times(?=\\(?:vec|overrightarrow))|\\frac\{(?:d|\\partial)[^{}]*\}\{(?:d|\\partial)[a-z]\}"
 )
+# Letters in their order: words, tosses, Roman numerals, directions. Other pairs, such as AB, are segments or products.
+_SEQUENCE = re.compile(r" ?\\?(?:text ?\{ ?)?([A-Z]{3,}|[HT]{2}|[IVXL]{2}|[NS][EW]|[EW][NS])\}? ?")
 _NESTED = re.compile(r"\\\{(?:[^\\]|\\[^{}])*\\\{")
 _CURRENCIES = {"\\$": "dollar", "\u20ac": "euro", "\u00a3": "pound sterling", "\u00a5": "yen"}
 _UNITS: dict[str, list[str]] = {}  # a unit's word or abbreviation: the words that it stands for
@@ -413,6 +434,13 @@ _UNIT_TEXT = re.compile(r"\\text ?\{[^{}]*\}")
 _UNIT = re.compile(
     r"(?:(?<=[0-9})\]!%])|(?<=\\pi)) ?"
     rf"((?:(?:{_UNIT_TEXT.pattern}|[A-Za-z]{{2,}}(?![A-Za-z]))(?:\^\{{?[23]\}}?)?(?:[ ./]|\\cdot(?![a-z]))*)+)$"
+)
+# A quantity with its unit in front of another one: "2\text{ hours }" before "30\text{ minutes}", "5 ft " before "3 in"
+_UNIT_NAMES = "|".join(name for name in _UNITS if len(name) > 1)
+_QUANTITY = re.compile(
+    rf"[\d}})] ?\\text ?\{{(?! ?\(?(?:since|because)\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?"
+    r"(?:[ ,+-]|\\times|\\cdot)*(?=[\d.]|\\frac)"
+    rf"|\d ?(?:{_UNIT_NAMES})s?[ ,]+(?=\d[\d./]*(?: ?(?:{_UNIT_NAMES})|$))"
 )
 _BARE_WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|sqrt|mod)\b)[A-Za-z]{4,}")
 _INEQUALITY = re.compile(r"[<>]|\\[lg](?:e|t|eq|eqslant)(?![a-z])|\\neq?(?![a-z])")
@@ -437,8 +465,9 @@ def _rewrite(text: str) -> tuple[str, dict[str, Any]]:
         marks["unit"] = units
     if r"\{" in text:  # "\{\{1\},\{2\}\}" != "\{1,2\}"
         marks["nested"] = bool(_NESTED.search(text))
-    if match := re.fullmatch(r"(?:\\text ?\{)?([A-Z]{3,})\}?", text):  # "HHT" != "HTH"
-        marks["sequence"] = match[1]
+    sequences = [_SEQUENCE.fullmatch(part) for part in text.strip(r"\{}() ").split(",")]
+    if all(sequences):  # "HHT" != "HTH"
+        marks["sequence"] = sorted({match[1] for match in sequences if match})
     if match := re.search(r"\d_\{?(\d+)\}?$", text):  # "101_2" != "101_3"
         marks["base"] = match[1]
     if text.count(":") > 1:  # "2:3:4" != "2:4:3"
@@ -507,6 +536,11 @@ def _cases(text: str) -> list[tuple[str, str]]:
         re.sub(r"[\s{}]|\)$", "", _INTEGER.sub(r"\1\2\\in\\mathbb{Z}", each)).strip(",.") for each in conditions
     ]
     return [(value.strip(" ,"), each) for (value, _, _), each in zip(cells, conditions, strict=True)]
+
+
+def _quantities(text: str) -> list[tuple[str, str]]:
+    r"""Return the quantities of a rewritten answer as cases without a condition: "2\text{ hours } 30" has two."""
+    return [(quantity, "") for quantity in _QUANTITY.sub(r"\g<0>\n", text).split("\n")]
 
 
 def _is_equal_case(case: tuple[str, str], gold: tuple[str, str]) -> bool:

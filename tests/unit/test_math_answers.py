@@ -358,6 +358,15 @@ def test_the_comparison_in_the_calling_thread_agrees_with_math_verify(a, b):
         (["(2, 3)", r"\left(2,3\right)"], "(2,3)"),
         ([r"\text{Yes}", "yes"], "yes"),
         (["A", r"\text{A}"], "A"),
+        (["x=2", "n = 2", "f(3)=2", "x_{10} = 2", r"\text{Area} = 2", "Thus x = 2"], "2"),
+        (["x=1,y=2", "y = 2, x = 1"], "x=1,y=2"),
+        ([r"x=-3 \text{ or } x=2", "x=2 or x=-3"], "x=-3,x=2"),
+        (["(a,b)=(7,2)", "(b,a) = (2,7)"], "a=7,b=2"),
+        (["x<=2", "x <= 2"], "x<=2"),
+        ([">=2"], ">=2"),
+        (["1 < x <= 2"], "1<x<=2"),
+        (["x != 2"], "x!=2"),
+        (["x+y=2"], "x+y=2"),
     ],
 )
 def test_answers_that_look_alike_have_one_form_to_be_counted(answers, form):
