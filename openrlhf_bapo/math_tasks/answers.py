@@ -310,10 +310,11 @@ _QUALIFIER = re.compile(
 )
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NUMBER_WORD = rf"\b(dozen|{'|'.join(_POWERS)})\b"
-# The first number's fraction or power in words: "3 quarters", "2 and a half", "3 squared"; not "12 fifth graders".
-_ORDINAL = "third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
+# The first number's fraction or power in words: "5 tenths", "2 and a half", "3 squared"; not "12 fifth graders", nor
+# "3 quarters", which are coins.
+_ORDINAL = "third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
 _NUMBER_PART = re.compile(
-    rf"(?:^|=)(?:\\[a-z]+|,(?! )|[^a-z=,])*[\d}}],? ?(?:(?:a|one) (?:half|{_ORDINAL})|halves|(?:{_ORDINAL})s"
+    rf"(?:^|=)(?:\\[a-z]+|,(?! )|[^a-z=,])*[\d}}],? ?(?:(?:a|one) (?:half|quarter|{_ORDINAL})|halves|(?:{_ORDINAL})s"
     r"|squared|cubed|factorial|score)\b[^=]*$"
 )
 # "2\text{K}" != "2"; but "2\text{ K}" and "300\text{K}" are kelvins.
