@@ -480,38 +480,42 @@ def label(name: str) -> str:
 
 
 def draw(table: Table, screened: Table, out: Path):
-    """Draw every method's difference from ppo with its 95% interval: one panel per regime, one line per method.
+    """Draw every method's difference from ppo, per regime. A dot stands for p < 0.05 after Holm."""
+    results = against_ppo(table, screened)
+    panels = {name: [(t.method, t.difference, t.p < 0.05) for t in results if t.regime == name] for name in table}
+    caption = "held-out accuracy less ppo's, with the 95% interval of one comparison; dot: p < 0.05 after Holm"
+    return draw_differences(panels, tested_methods(table), caption, out)
 
-    A dot stands for p < 0.05 after Holm.
-    """
+
+def draw_differences(
+    panels_of: dict[str, list[tuple[str, Difference, bool]]], methods: list[str], caption: str, out: Path
+):
+    """Draw differences with their 95% intervals: a panel per regime, a line per method; a dot where it is marked."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    methods = tested_methods(table)
-    columns = min(len(table), 6)
-    rows = -(-len(table) // columns)
+    num = len(panels_of)
+    columns = min(num, 6)
+    rows = -(-num // columns)
     size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
     figure, panels = plt.subplots(
         rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    results = against_ppo(table, screened)
-    for panel in panels.flat[len(table) :]:
+    for panel in panels.flat[num:]:
         panel.remove()
-    for panel in panels.flat[len(table) - columns : len(table)]:  # the lowest one of each column
+    for panel in panels.flat[num - columns : num]:  # the lowest one of each column
         panel.tick_params(labelbottom=True)
-    for panel, name in zip(panels.flat, table, strict=False):
-        for t in results:
-            if t.regime == name:
-                row, d, color = methods.index(t.method), t.difference, "C0" if t.p < 0.05 else "gray"
-                panel.plot([d.low, d.high], [row, row], color=color)
-                panel.plot(d.mean, row, "o" if t.p < 0.05 else "|", color=color)
+    for panel, (name, found) in zip(panels.flat, panels_of.items(), strict=False):
+        for method, d, is_marked in found:
+            row, color = methods.index(method), "C0" if is_marked else "gray"
+            panel.plot([d.low, d.high], [row, row], color=color)
+            panel.plot(d.mean, row, "o" if is_marked else "|", color=color)
         panel.axvline(0, color="black", linewidth=0.8)
         panel.set(title=label(name).replace(", ", "\n"), yticks=range(len(methods)), yticklabels=methods)
         panel.title.set_size("small")
     panels.flat[0].invert_yaxis()
-    caption = "held-out accuracy less ppo's, with the 95% interval of one comparison; dot: p < 0.05 after Holm"
     figure.supxlabel(caption, size="small")
     figure.savefig(out, dpi=110)
     return figure

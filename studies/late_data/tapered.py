@@ -2,7 +2,8 @@
 
 python studies/late_data/tapered.py   # H1, H2 and H4, for every regime that lacks no cell; and the means by rate
 
-It reads finished cells from protocol.parquet, tapered.parquet and --runs, and writes TAPERED.md.
+It reads finished cells from protocol.parquet, tapered.parquet and --runs, and writes TAPERED.md and the picture of
+docs/study.md.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from compare import (
     Methods,
     Table,
     difference,
+    draw_differences,
     holm,
     label,
     mean_accuracy,
@@ -169,7 +171,20 @@ def through_pipeline_lines(runs: Path) -> list[str]:
     return pipeline_lines({regime: table[regime] for regime in table if table[regime].keys() & {*CANDIDATES}})
 
 
+def draw(table: Table, out: Path):
+    """Draw every rule's difference from ppo, per regime; the candidates with dots."""
+    (first, *_) = table.values()
+    methods = [*CANDIDATES, *(method for method in first if method not in (*CANDIDATES, *DESCRIBED, "ppo"))]
+    panels = {
+        regime: [(m, difference(of[m][RATE], of["ppo"][RATE]), m in CANDIDATES) for m in methods if m in of]
+        for regime, of in table.items()
+    }
+    caption = "held-out accuracy less ppo's, with the 95% interval of one comparison; blue: tapered weights"
+    return draw_differences(panels, methods, caption, out)
+
+
 PAGE = HERE / "TAPERED.md"
+PICTURE = HERE.parents[1] / "docs" / "pictures" / "tapered.png"
 
 
 def page(runs: Path) -> str:
@@ -184,8 +199,10 @@ def page(runs: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/late_data/tapered"), help="default: %(default)s")
-    PAGE.write_text(page(parser.parse_args().runs))
+    runs = parser.parse_args().runs
+    PAGE.write_text(page(runs))
     print(PAGE.read_text())
+    draw(whole_regimes(runs)[0], PICTURE)
 
 
 if __name__ == "__main__":

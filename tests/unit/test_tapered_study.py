@@ -1,6 +1,7 @@
 """The tests of studies/late_data/tapered.py: exact sign-flip p-values, and the planned cells."""
 
 import itertools
+import statistics
 
 import pytest
 import study
@@ -34,6 +35,18 @@ def test_a_candidates_pairs_began_from_the_same_start_policies():
             assert by_rate[tapered.RATE].keys() == seeds.keys()
             ours, ppo = by_rate[tapered.RATE][seed], by_method["ppo"][tapered.RATE][seed]
             assert ours.began == pytest.approx(ppo.began, abs=1e-3)
+
+
+def test_the_picture_has_every_rules_difference_from_ppo(tmp_path):
+    table, _ = tapered.whole_regimes(study.HERE)
+    figure = tapered.draw(table, tmp_path / "tapered.png")
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    for panel, (regime, by_method) in zip(figure.axes, table.items(), strict=True):
+        means = [line.get_xdata()[0] for line in panel.lines[1::2]]
+        methods = [label for label in labels if label in by_method]
+        assert {*methods} == by_method.keys() - {"ppo", *tapered.DESCRIBED} and methods[0] == "tapered"
+        expected = [statistics.fmean(tapered.paired(table, regime, method, "ppo")) for method in methods]
+        assert means == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_page_is_that_of_the_cells():
