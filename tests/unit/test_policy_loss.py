@@ -89,17 +89,12 @@ def test_share_weighs_tokens_as_the_aggregation_and_the_token_weight_say():
         assert found_by(loss) == [find_clip_bounds(ratio, batch["advantages"], weight, loss.rule.config)]
 
 
-@pytest.mark.parametrize("given", [dict(is_proximal=True), dict(tapered="token"), dict(tapered="sequence")], ids=str)
-def test_the_search_weighs_tokens_by_the_behavior_policy_where_the_ratio_is_against_a_later_one(given):
-    batch = micro_batch(5, torch.float64)
-    mask, ratio = batch["action_mask"].double(), (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
-    weight = mask * batch["rollout_log_probs"].exp()
-    if level := given.get("tapered"):
-        stale = batch["old_log_probs"] - batch["rollout_log_probs"]
-        weight = weight * tapered_weights(stale, batch["advantages"], batch["action_mask"], level)
+def assert_the_search_weighs_by(weight: torch.Tensor, batch: dict[str, torch.Tensor], **settings) -> ClipBounds:
+    """Assert it for a loss with these settings, with and without a tally before the update; return the bounds."""
+    ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
     expected = find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
     for is_tallied in (False, True):
-        loss = BapoPolicyLoss(clip_config=ClipConfig(), token_weight="rollout_prob", **given)
+        loss = BapoPolicyLoss(clip_config=ClipConfig(), **settings)
         if is_tallied:
             loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
             loss.close_update()
@@ -107,6 +102,17 @@ def test_the_search_weighs_tokens_by_the_behavior_policy_where_the_ratio_is_agai
         (found,) = found_by(loss)
         assert float(found.initial_share) == pytest.approx(float(expected.initial_share), rel=1e-12)
         assert (found.lower, found.upper) == (expected.lower, expected.upper)
+    return expected
+
+
+@pytest.mark.parametrize("given", [dict(is_proximal=True), dict(tapered="token"), dict(tapered="sequence")], ids=str)
+def test_the_search_weighs_tokens_by_the_behavior_policy_where_the_ratio_is_against_a_later_one(given):
+    batch = micro_batch(5, torch.float64)
+    weight = batch["action_mask"].double() * batch["rollout_log_probs"].exp()
+    if level := given.get("tapered"):
+        stale = batch["old_log_probs"] - batch["rollout_log_probs"]
+        weight = weight * tapered_weights(stale, batch["advantages"], batch["action_mask"], level)
+    assert_the_search_weighs_by(weight, batch, token_weight="rollout_prob", **given)
 
 
 CORRECTIONS = [
@@ -144,16 +150,7 @@ def test_the_share_weighs_tokens_by_their_weight_in_the_loss_with_every_correcti
         weight = weight * batch["rollout_log_probs"].exp()
 
     ratio = (batch["log_probs"] - batch["old_log_probs"]).detach().exp()
-    expected = find_clip_bounds(ratio, batch["advantages"], weight, ClipConfig())
-    for is_tallied in (False, True):
-        loss = BapoPolicyLoss(clip_config=ClipConfig(), token_weight=token_weight, **correction)
-        if is_tallied:
-            loss.tally(**{name.replace("old_", "behavior_"): value for name, value in batch.items()})
-            loss.close_update()
-        loss(**batch)
-        (found,) = found_by(loss)
-        assert float(found.initial_share) == pytest.approx(float(expected.initial_share), rel=1e-12)
-        assert (found.lower, found.upper) == (expected.lower, expected.upper)
+    expected = assert_the_search_weighs_by(weight, batch, token_weight=token_weight, **correction)
     assert (
         expected.initial_share != find_clip_bounds(ratio, batch["advantages"], action_mask, ClipConfig()).initial_share
     )
