@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
+{ exec 9>.venv.lock && flock 9; } 2>/dev/null || true # of two at once, the second waits
 stamp=.venv/openrlhf-bapo.stamp
 made_for=$(cut -d ' ' -f 1 "$stamp" 2>/dev/null || true)
 if [ -z "${DEVICE:-}" ]; then

@@ -36,6 +36,12 @@ if [ "${DRY_RUN:-}" = command ]; then exec 3>&1 >&2; fi
 .venv/bin/python examples/quickstart/prepare.py --task "$TASK" --seed "$SEED" "$RUNS/start"
 
 run=$RUNS/$(date +%Y%m%d-%H%M%S)
+if [ "${DRY_RUN:-}" != command ]; then
+  mkdir -p "$RUNS"
+  mkdir "$run" 2>/dev/null || { run+=-$$; mkdir "$run"; } # two runs that start in the same second
+fi
+at_start=--eval.at_start
+if [[ " $* " = *" --train.async_enable "* ]]; then at_start=; fi # not allowed there
 command=(.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray
   "${METHOD_FLAGS[@]}"
   --actor.model_name_or_path "$RUNS/start/model"
@@ -59,7 +65,7 @@ command=(.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray
   --train.num_episodes "$episodes"
   --train.max_epochs "$EPOCHS"
   --train.micro_batch_size $((UPDATES > 8 ? 16 : 32))
-  --eval.at_start
+  ${at_start:+$at_start}
   --eval.dataset "$RUNS/start/heldout.jsonl"
   --eval.steps "$EVAL_STEPS"
   --eval.temperature 1.0
@@ -73,7 +79,6 @@ if [ "${DRY_RUN:-}" = command ]; then
   printf '%q ' "${command[@]}" >&3
   exit
 fi
-mkdir -p "$run"
 echo "training in $run ($((episodes * steps_per_episode)) steps; the whole output goes to train.log)"
 source scripts/follow.sh
 follow "$run/train.log" 5 "${command[@]}"

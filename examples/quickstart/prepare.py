@@ -23,6 +23,8 @@ Fine-tuning takes a minute or two. The folder `policies` has the results for see
 """
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -260,7 +262,10 @@ def make_policy(task: Task, seed: int, problems: list[dict], validation: list[di
 
 
 def main() -> None:
-    """Make the start, unless it exists. An interrupted run leaves only OUTPUT.part, which the next run replaces."""
+    """Make the start, unless it exists. An interrupted run leaves only OUTPUT.part, which the next run replaces.
+
+    Of several runs at once one makes it, and the others wait.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="folder to make")
     parser.add_argument("--task", choices=TASKS, default="walk", help="(%(default)s)")
@@ -270,6 +275,10 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("task", "seed", "fine_tune")}
     settings["source"] = Path(__file__).read_text()
     record = args.output / "settings.json"
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(args.output.with_name(args.output.name + ".lock"), "w")  # noqa: SIM115 - to the end of this process
+    with contextlib.suppress(OSError):  # a network disk without locks
+        fcntl.flock(lock, fcntl.LOCK_EX)
     if record.exists() and json.loads(record.read_text()) == settings:
         print(f"the policy to start from is in {args.output}")
         return
@@ -277,7 +286,7 @@ def main() -> None:
     print(f"making the start for the task {args.task}", flush=True)
     aside = args.output.with_name(args.output.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir()
     task = TASKS[args.task]
     problems = task.make(args.seed)
     heldout, problems = problems[:NUM_HELDOUT], problems[NUM_HELDOUT:]

@@ -1,5 +1,7 @@
 """The control flow of recipes and of the set-up; a program that records its arguments stands for the real ones."""
 
+import contextlib
+import fcntl
 import itertools
 import os
 import re
@@ -8,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pipeline
@@ -166,6 +170,53 @@ def test_a_quickstart_makes_as_many_steps_as_it_says(quickstart, tree, script, p
     assert values_of(calls["train"], "--rollout.batch_size") == [str(prompts)]
     assert values_of(calls["train"], "--train.num_episodes") == [str(episodes)]
     assert made // episodes <= 100  # of the prompts that prepare.py makes
+
+
+def test_a_quickstart_that_starts_in_the_same_second_as_another_has_its_own_folder(quickstart, tree):
+    tree.make(tree.folder / "bin/date", "echo 20260101-000000")
+    path = f"{tree.folder}/bin:{os.environ['PATH']}"
+    calls = [quickstart("train_bapo_quickstart.sh", PATH=path)[1]["train"] for _ in range(2)]
+    folders = [Path(*values_of(call, "--ckpt.path")).parent for call in calls]
+    assert len({*folders}) == 2 and all((tree.folder / folder).is_dir() for folder in folders)
+
+
+def test_a_quickstart_evaluates_at_the_start_except_in_async_training(quickstart):
+    for flags in ([], ["--train.async_enable"]):
+        train = quickstart("train_bapo_quickstart.sh", *flags)[1]["train"]
+        assert ("--eval.at_start" in train) == (not flags)
+
+
+@contextlib.contextmanager
+def while_it_waits(lock: Path, *command: str | Path, **options) -> Iterator[subprocess.Popen]:
+    """Start a program while this process holds a lock; the body of `with` runs when the program waits for it."""
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+        waiting = rf"-> FLOCK .*:{lock.stat().st_ino} "
+        while not re.search(waiting, Path("/proc/locks").read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+
+
+def test_of_two_quickstarts_at_once_one_makes_the_start(tmp_path):
+    prepare = [sys.executable, pipeline.REPOSITORY / "examples/quickstart/prepare.py", tmp_path / "start"]
+    subprocess.run(prepare, check=True)
+    (tmp_path / "start").rename(tmp_path / "made by the other")
+    with while_it_waits(tmp_path / "start.lock", *prepare) as process:
+        (tmp_path / "made by the other").rename(tmp_path / "start")
+    assert process.communicate()[0] == f"the policy to start from is in {tmp_path / 'start'}\n"
+
+
+def test_of_two_set_ups_at_once_one_makes_the_environment(tree):
+    assert tree.run("setup.sh", DEVICE="cpu")[0].returncode == 0
+    stamp = tree.folder / ".venv/openrlhf-bapo.stamp"
+    stamp.rename(tree.folder / "stamp")
+    (tree.folder / "calls").unlink()
+    setup = ("bash", tree.folder / "scripts/setup.sh")
+    with while_it_waits(tree.folder / ".venv.lock", *setup, env=os.environ | {"DEVICE": "cpu"}) as process:
+        (tree.folder / "stamp").rename(stamp)
+    assert process.communicate()[0] == "" and not (tree.folder / "calls").exists()
 
 
 @pytest.mark.parametrize(
