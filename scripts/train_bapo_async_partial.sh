@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# BAPO on stale data: rollout never waits for training, and responses continue across weight updates (partial rollouts).
+# Stale data: rollout never waits for training, and responses continue across weight updates (partial rollouts).
 # DeepSeek-R1-Distill-Qwen-7B on one node of 8 GPUs of 80 GiB: half of them train, half roll out.
 # `DRY_RUN=1 bash scripts/train_bapo_async_partial.sh` checks everything and prints the plan. scripts/launch.sh has all
 # other variables that can be set from outside. Further flags go to the training command.
@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 
 ACTOR_GPUS_PER_NODE=${ACTOR_GPUS_PER_NODE:-4} # GPUs that train
 QUEUE=${QUEUE:-2}                             # rollouts that may wait, the highest staleness in versions (ours)
-PRESET=${PRESET:-paper}                       # target 0.4, bounds in [0.6, 0.9] and [1.2, 3.0]: section 5.1
+METHOD=${METHOD:-${PRESET:+bapo}} # with PRESET: BAPO's rule (section 5.1: PRESET=paper)
+METHOD=${METHOD:-tapered}         # what our study advises for stale data (docs/study.md)
 
 source scripts/launch.sh
 ENGINES=${ENGINES:-$((NUM_NODES * 4))} # rollout engines, one GPU each

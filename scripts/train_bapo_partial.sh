@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# BAPO on responses that several policies wrote: under a token budget a rollout ends before its longest responses, which
+# Responses that several policies wrote: under a token budget a rollout ends before its longest responses, which
 # continue in the next one (the paper's section 5.3 and Figure 12, budgets of 2k and 4k).
 # DeepSeek-R1-Distill-Qwen-7B with 8k responses (ours) on one node of 8 GPUs of 80 GiB where training and rollout take turns.
 # `DRY_RUN=1 bash scripts/train_bapo_partial.sh` checks everything and prints the plan. scripts/launch.sh has all other
@@ -9,7 +9,8 @@ cd "$(dirname "$0")/.."
 
 BUDGET=${BUDGET:-2048}        # tokens per rollout: 2k or 4k (the paper's section 5.3)
 OVERSAMPLE=${OVERSAMPLE:-1.5} # prompts in flight per prompt that a rollout needs (ours)
-PRESET=${PRESET:-paper}       # target 0.4, bounds in [0.6, 0.9] and [1.2, 3.0]: section 5.1
+METHOD=${METHOD:-${PRESET:+bapo}} # with PRESET: BAPO's rule (section 5.1: PRESET=paper)
+METHOD=${METHOD:-tapered}         # what our study advises for stale data (docs/study.md)
 
 source scripts/launch.sh
 FLAGS+=(--partial.token_budget "$BUDGET" --partial.oversample "$OVERSAMPLE")

@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+METHOD=${METHOD:-${PRESET:+bapo}}
+export METHOD=${METHOD:-tapered} # what our study advises for stale data (docs/study.md); METHOD=bapo: steady bounds
 export TASK=remainder
 export RUNS=${RUNS:-runs/partial_quickstart}
 export STEPS=${STEPS:-100}     # global steps of 16 prompts x 4 samples; 100 steps use every prompt once

@@ -4,6 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+METHOD=${METHOD:-${PRESET:+bapo}}
+export METHOD=${METHOD:-tapered} # what our study advises for stale data (docs/study.md); METHOD=bapo: steady bounds
+
 exec bash scripts/train_bapo_quickstart.sh \
   --replay.ratio 1 \
   --replay.max_staleness 4 \

@@ -37,8 +37,8 @@ RECIPES = {
     "qwen7b": (SHARED, SHARED_FLAGS),
     "octothinker3b": (f"{SHARED} TEMPLATE='Unusual: {{}}'", f"{SHARED_FLAGS} data.input_template='Unusual: {{}}'"),
     "partial": (
-        f"{SHARED} BUDGET=99 OVERSAMPLE=1.75",
-        f"{SHARED_FLAGS} partial.token_budget=99 partial.oversample=1.75",
+        f"{SHARED} METHOD=bapo BUDGET=99 OVERSAMPLE=1.75",
+        f"{SHARED_FLAGS} policy_loss=bapo partial.token_budget=99 partial.oversample=1.75",
     ),
     "qwen32b": (
         f"{SHARED} TENSOR_PARALLEL=2 RING_ATTN=4",  # 1555 tokens on 4 GPUs
@@ -46,8 +46,9 @@ RECIPES = {
         "train.max_tokens_per_gpu=389",
     ),
     "async_partial": (
-        f"{SHARED} ACTOR_GPUS_PER_NODE=9 ENGINES=14 QUEUE=8",
-        "actor.num_gpus_per_node=9 vllm.num_engines=14 train.max_tokens_per_gpu=4321 train.async_queue_size=8",
+        f"{SHARED} METHOD=bapo ACTOR_GPUS_PER_NODE=9 ENGINES=14 QUEUE=8",
+        "policy_loss=bapo actor.num_gpus_per_node=9 vllm.num_engines=14 train.max_tokens_per_gpu=4321 "
+        "train.async_queue_size=8",
     ),
 }
 
@@ -73,7 +74,20 @@ def test_every_variable_of_a_recipe_is_in_its_flag(recipe):
     assert {name: value for name, value in unusual.items() if usual.get(name) != value} == expected
     scripts = (pipeline.REPOSITORY / f"scripts/{name}.sh" for name in ("launch", f"train_bapo_{recipe}"))
     variables = re.findall(r"^([A-Z_]+)=\$\{\1:-", "".join(script.read_text() for script in scripts), re.MULTILINE)
+    variables.append("PRESET")  # some leave its default to method.sh
     assert {*variables} == {*UNUSUAL, *own, "GPU_MEMORY"}
+
+
+@pytest.mark.parametrize("recipe", ["partial", "async_partial"])
+def test_a_recipe_for_stale_data_trains_with_tapered_weights_unless_it_is_given_a_method_or_a_preset(recipe):
+    def rule(**environment: str) -> tuple[str, ...]:
+        flags = command_of(recipe, **environment)
+        return flags["policy_loss"], flags.get("bapo.preset", ""), flags.get("offpolicy.weight", "")
+
+    assert rule() == ("ppo", "", "tapered")
+    assert rule(PRESET="steady") == ("bapo", "steady", "")
+    assert rule(METHOD="bapo") == ("bapo", "paper", "")
+    assert rule(METHOD="bapo_tapered", PRESET="readme") == ("bapo", "readme", "tapered")
 
 
 def test_a_recipe_without_an_evaluation_has_no_evaluation_flags():

@@ -219,6 +219,18 @@ def test_of_two_set_ups_at_once_one_makes_the_environment(tree):
     assert process.communicate()[0] == "" and not (tree.folder / "calls").exists()
 
 
+@pytest.mark.parametrize("script", ["replay", "partial_quickstart"])
+def test_a_quickstart_on_stale_data_has_tapered_weights_unless_it_is_given_a_method_or_a_preset(quickstart, script):
+    def rule(**environment: str) -> list[str]:
+        flags = dict(itertools.pairwise(quickstart(f"train_bapo_{script}.sh", **environment)[1]["train"]))
+        return [flags[name] for name in ("--policy_loss", "--bapo.preset", "--offpolicy.weight") if name in flags]
+
+    assert rule() == ["ppo", "tapered"]
+    assert rule(METHOD="bapo") == ["bapo", "steady"]
+    assert rule(PRESET="paper") == ["bapo", "paper"]
+    assert rule(METHOD="grpo") == ["ppo"]
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "target"),
     [
