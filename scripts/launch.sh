@@ -8,7 +8,7 @@
 #   SUBMIT=URL       train as a job of a running Ray cluster (ray job submit --address URL)
 #   OVERRIDES=FILE   further flags with their values, as a shell reads them (quote a value that contains spaces); lines
 #                    that start with # are comments; these flags win over the recipe's
-#   METHOD=...       bapo, or a baseline to compare it with: scripts/method.sh
+#   METHOD=...       bapo (for stale data: tapered), or a baseline to compare it with: scripts/method.sh
 #
 # "ours" marks a value that the paper does not state. Paths must be the same on every node.
 
