@@ -16,6 +16,7 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -52,6 +53,8 @@ class _TaskRunner(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class):
         super().__init__()
         for name in GRPO:
             ADV_ESTIMATOR_REGISTRY[name] = with_exact_zeros(ADV_ESTIMATOR_REGISTRY[name])
+        # verl's trainer calls this one by its name in the module, and looks up only the others.
+        core_algos.compute_grpo_outcome_advantage = ADV_ESTIMATOR_REGISTRY["grpo"]
 
 
 TaskRunner = ray.remote(_TaskRunner)
@@ -68,6 +71,8 @@ def _check(config: DictConfig) -> None:
         TypeError: for an unknown setting.
         SavedStateError: for a state that is damaged, or of a rule with other settings.
     """
+    if not config.trainer.use_v1:
+        raise ValueError("trainer.use_v1 False: only True is allowed; groups of equal rewards would have advantages")
     settings = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss, resolve=True)
     assert isinstance(settings, dict)
     if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
