@@ -79,8 +79,14 @@ def _check(config: DictConfig) -> None:
         return
     loss = BapoPolicyLossConfig(**settings)
     rule = loss.update.rule
+    correction = config.algorithm.get("rollout_correction") or {}
     if loss.tapered:
-        _check_weights(config.algorithm.get("rollout_correction") or {})
+        _check_weights(correction)
+    if loss.tapered or correction.get("bypass_mode"):
+        user = "policy_loss.tapered" if loss.tapered else "algorithm.rollout_correction.bypass_mode"
+        for name, allowed in (("top_p", (1,)), ("top_k", (-1, 0))):  # the engine's log-probs are of the tokens kept
+            if (value := config.actor_rollout_ref.rollout[name]) not in allowed:
+                raise ValueError(f"actor_rollout_ref.rollout.{name} {value}: with {user} only {allowed[0]} is allowed")
     if settings.get("rule"):
         config.actor_rollout_ref.actor.policy_loss.rule = absolute(settings["rule"])
     # verl's ranks have the same state. Its trainer finds the checkpoint like this.
