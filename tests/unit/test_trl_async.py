@@ -3,6 +3,7 @@
 tests/full/test_trl_async_run.py has a run with a vLLM server.
 """
 
+import asyncio
 import functools
 import inspect
 import os
@@ -20,7 +21,7 @@ from datasets import Dataset
 from ranks import on_ranks
 from reference import expected_step
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 from trl.experimental.async_grpo.packing import TreeRow
 
 from openrlhf_bapo import ClipConfig
@@ -333,6 +334,25 @@ def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory)
 def test_sampling_from_another_distribution_than_the_trainers_is_refused(directory, name, value):
     with pytest.raises(ValueError, match=f"{name} {value} is not allowed with BAPO; it must be"):
         BapoAsyncGRPOTrainer(**arguments(directory, **{name: value}), bapo=SEARCH)
+
+
+def test_vllm_samples_without_the_min_p_of_the_models_generation_config(directory):
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    given = arguments(directory)
+    del given["rollout_worker"]
+    trainer = BapoAsyncGRPOTrainer(**given, reward_funcs=len, bapo=SEARCH)
+    loop, sent = object.__new__(_AsyncRolloutLoop), []
+    vars(loop).update(trainer.rollout_worker._loop_kwargs)
+
+    async def post(path: str, payload: dict, timeout: float) -> dict:
+        sent.append(payload)
+        return {"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}]}
+
+    loop._post = post
+    asyncio.run(loop._generate_one_turn([3]))
+    sampling = CompletionRequest(**sent[0]).to_sampling_params(8, {"min_p": 0.15, "top_p": 0.8, "top_k": 20})
+    assert (sampling.min_p, sampling.top_p, sampling.top_k) == (0, 1, 0)
 
 
 def test_a_temperature_is_refused_if_the_servers_log_probs_do_not_have_it(directory):
