@@ -102,6 +102,13 @@ class ClipRuleTrainer(_BaseTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the mean of each metric over the steps since the last log, as TRL does, and the largest of our maxima."""
+        for name, values in self._metrics["train"].items():
+            if name.startswith("offpolicy/") and "_max" in name:
+                values[:] = [max(values)]
+        super().log(logs, start_time)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
@@ -180,13 +187,6 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
     def _close_step(self) -> None:
         super()._close_step()
         self._num_steps_since_generation += 1
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the mean of each metric over the steps since the last log, as TRL does, and the largest of our maxima."""
-        for name, values in self._metrics["train"].items():
-            if name.startswith("offpolicy/") and name.endswith("_max"):
-                values[:] = [max(values)]
-        super().log(logs, start_time)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -290,6 +290,10 @@ def test_staleness_and_optimizer_steps_are_counted_from_the_version_of_each_samp
         lengths = [int(sample.completion_mask.sum()) for sample in of_step(directory, number)]
         assert entries[number]["offpolicy/staleness_mean"] == pytest.approx(lengths[0] / sum(lengths))
         assert entries[number]["offpolicy/token_frac/staleness_1"] == pytest.approx(lengths[0] / sum(lengths))
+    (whole,) = logged(trained(directory, SEARCH, weight_sync_steps=2, samples=samples, logging_steps=NUM_STEPS))
+    for name in ("ratio_max", "ratio_max/staleness_0", "ratio_max/staleness_1", "optimizer_steps_max"):
+        of_steps = [entry[f"offpolicy/{name}"] for entry in entries if f"offpolicy/{name}" in entry]
+        assert whole[f"offpolicy/{name}"] == max(of_steps) > min(of_steps)
 
 
 def test_a_version_that_is_ahead_of_the_trainers_count_is_not_stale(directory):
