@@ -46,6 +46,9 @@ class ClipRuleTrainer(_BaseTrainer):
     epsilon_high: float | torch.Tensor
 
     def _use_rule(self, bapo: ClipConfig | ClipRule | str) -> ClipConfig:
+        for name, default in (("epsilon", 0.2), ("epsilon_high", None)):
+            value = getattr(self.args, name)
+            require(value == default, name, value, f"{default}: the bounds are those of `bapo`")
         self.clip_rule = as_clip_rule(bapo)
         group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         self._updates = RuleUpdates(self.clip_rule, group)
@@ -141,16 +144,16 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
 
     Raises:
         ValueError: if the loss has no ratio per token, bounds it itself, or cannot apply the rule's dual clip or
-            weights.
+            weights; and for another epsilon than TRL's default, which would have no effect.
     """
 
     def __init__(self, *args: Any, bapo: ClipConfig | ClipRule | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        require(self.loss_type in MEAN_OVER, "loss_type", self.loss_type, f"one of {', '.join(MEAN_OVER)}")
         config, has_weights = self._use_rule(bapo), self.clip_rule.has_weights
         corrects_kl = self.beta != 0 and self.args.use_bias_correction_kl
         level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
-        require(self.loss_type in MEAN_OVER, "loss_type", self.loss_type, f"one of {', '.join(MEAN_OVER)}")
         require(level == "token", "importance_sampling_level", level, "token: BAPO bounds each token's ratio")
         require(delta is None, "delta", delta, "None: it would bound the ratio a second time")
         allowed = "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too"

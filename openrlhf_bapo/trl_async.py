@@ -46,7 +46,8 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
             w - 1 - log w.
 
     Raises:
-        ValueError: if the engine samples from another distribution than that of the trainer's log-probs.
+        ValueError: if the engine samples from another distribution than that of the trainer's log-probs, and for
+            another epsilon than TRL's default, which would have no effect.
     """
 
     rollout_queue: Any

@@ -333,9 +333,16 @@ def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0.005), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)],
+    [
+        ("temperature", 0.005),
+        ("top_p", 0.9),
+        ("top_k", 20),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("epsilon_high", 0.28),
+    ],
 )
-def test_sampling_from_another_distribution_than_the_trainers_is_refused(directory, name, value):
+def test_sampling_from_another_distribution_and_bounds_beside_the_rules_are_refused(directory, name, value):
     with pytest.raises(ValueError, match=f"{name} {value} is not allowed with BAPO; it must be"):
         BapoAsyncGRPOTrainer(**arguments(directory, **{name: value}), bapo=SEARCH)
 
