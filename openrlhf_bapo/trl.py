@@ -46,6 +46,9 @@ class ClipRuleTrainer(_BaseTrainer):
     epsilon_high: float | torch.Tensor
 
     def _use_rule(self, bapo: ClipConfig | ClipRule | str) -> ClipConfig:
+        for name, default in (("epsilon", 0.2), ("epsilon_high", None)):
+            value = getattr(self.args, name)
+            require(value == default, name, value, f"{default}: the bounds are those of `bapo`")
         self.clip_rule = as_clip_rule(bapo)
         group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
         self._updates = RuleUpdates(self.clip_rule, group)
@@ -102,6 +105,13 @@ class ClipRuleTrainer(_BaseTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the mean of each metric over the steps since the last log, as TRL does, and the largest of our maxima."""
+        for name, values in self._metrics["train"].items():
+            if name.startswith("offpolicy/") and "_max" in name:
+                values[:] = [max(values)]
+        super().log(logs, start_time)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
@@ -134,16 +144,16 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
 
     Raises:
         ValueError: if the loss has no ratio per token, bounds it itself, or cannot apply the rule's dual clip or
-            weights.
+            weights; and for another epsilon than TRL's default, which would have no effect.
     """
 
     def __init__(self, *args: Any, bapo: ClipConfig | ClipRule | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        require(self.loss_type in MEAN_OVER, "loss_type", self.loss_type, f"one of {', '.join(MEAN_OVER)}")
         config, has_weights = self._use_rule(bapo), self.clip_rule.has_weights
         corrects_kl = self.beta != 0 and self.args.use_bias_correction_kl
         level, delta = self.importance_sampling_level, self.args.delta
         dual_clip = config.dual_clip
-        require(self.loss_type in MEAN_OVER, "loss_type", self.loss_type, f"one of {', '.join(MEAN_OVER)}")
         require(level == "token", "importance_sampling_level", level, "token: BAPO bounds each token's ratio")
         require(delta is None, "delta", delta, "None: it would bound the ratio a second time")
         allowed = "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too"
@@ -180,13 +190,6 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
     def _close_step(self) -> None:
         super()._close_step()
         self._num_steps_since_generation += 1
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the mean of each metric over the steps since the last log, as TRL does, and the largest of our maxima."""
-        for name, values in self._metrics["train"].items():
-            if name.startswith("offpolicy/") and name.endswith("_max"):
-                values[:] = [max(values)]
-        super().log(logs, start_time)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -46,7 +46,8 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
             w - 1 - log w.
 
     Raises:
-        ValueError: if the engine samples from another distribution than that of the trainer's log-probs.
+        ValueError: if the engine samples from another distribution than that of the trainer's log-probs, and for
+            another epsilon than TRL's default, which would have no effect.
     """
 
     rollout_queue: Any
@@ -65,6 +66,9 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
             ("repetition_penalty", given.repetition_penalty == 1, "1.0"),
         ):
             require(is_allowed, name, getattr(given, name), f"{allowed}, {whole}")
+        if isinstance(self.rollout_worker, AsyncRolloutWorker):
+            # TRL sends no min_p of None, and vLLM would then take that of the model's generation_config.json.
+            self.rollout_worker._loop_kwargs["min_p"] = 0.0
         if self.rollout_queue is not None:  # the main process
             self.rollout_queue = _VersionedQueue(self.rollout_queue)
         self._published: dict[int, int] = {}  # version -> optimizer steps before it

@@ -16,6 +16,7 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
@@ -52,6 +53,8 @@ class _TaskRunner(main_ppo.TaskRunnerV1.__ray_metadata__.modified_class):
         super().__init__()
         for name in GRPO:
             ADV_ESTIMATOR_REGISTRY[name] = with_exact_zeros(ADV_ESTIMATOR_REGISTRY[name])
+        # verl's trainer calls this one by its name in the module, and looks up only the others.
+        core_algos.compute_grpo_outcome_advantage = ADV_ESTIMATOR_REGISTRY["grpo"]
 
 
 TaskRunner = ray.remote(_TaskRunner)
@@ -68,14 +71,22 @@ def _check(config: DictConfig) -> None:
         TypeError: for an unknown setting.
         SavedStateError: for a state that is damaged, or of a rule with other settings.
     """
+    if not config.trainer.use_v1:
+        raise ValueError("trainer.use_v1 False: only True is allowed; groups of equal rewards would have advantages")
     settings = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss, resolve=True)
     assert isinstance(settings, dict)
     if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
         return
     loss = BapoPolicyLossConfig(**settings)
     rule = loss.update.rule
+    correction = config.algorithm.get("rollout_correction") or {}
     if loss.tapered:
-        _check_weights(config.algorithm.get("rollout_correction") or {})
+        _check_weights(correction)
+    if loss.tapered or correction.get("bypass_mode"):
+        user = "policy_loss.tapered" if loss.tapered else "algorithm.rollout_correction.bypass_mode"
+        for name, allowed in (("top_p", (1,)), ("top_k", (-1, 0))):  # the engine's log-probs are of the tokens kept
+            if (value := config.actor_rollout_ref.rollout[name]) not in allowed:
+                raise ValueError(f"actor_rollout_ref.rollout.{name} {value}: with {user} only {allowed[0]} is allowed")
     if settings.get("rule"):
         config.actor_rollout_ref.actor.policy_loss.rule = absolute(settings["rule"])
     # verl's ranks have the same state. Its trainer finds the checkpoint like this.

@@ -26,9 +26,11 @@ from ranks import on_ranks
 from reference import expected_entropy, expected_step
 from tensordict import TensorDict
 from transformers import AutoConfig
+from verl.protocol import DataProto
 from verl.trainer.config import CheckpointConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.metric import Metric
@@ -408,8 +410,17 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         code, error = one_line_of([*tapered, f"{weights}.{wrong}"], monkeypatch, capsys)
         said = f"{weights}.{wrong.replace('=', ' ')}: with policy_loss.tapered {allowed} is allowed"
         assert code == 2 and error.count("\n") == 1 and said in error, error
+    bypass, rollout = [*ours, f"{weights}.bypass_mode=True"], "actor_rollout_ref.rollout"
+    for given, user in ((bypass, f"{weights}.bypass_mode"), (tapered, "policy_loss.tapered")):
+        for name, value, allowed in (("top_p", "0.9", 1), ("top_k", "50", -1)):
+            code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
+            said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
+            assert code == 2 and error.count("\n") == 1 and said in error, error
+    assert one_line_of([*bypass, f"{rollout}.top_k=0"], monkeypatch, capsys) == (None, "")
+    assert one_line_of([*ours, f"{rollout}.top_p=0.9"], monkeypatch, capsys) == (None, "")
     for wrong, said in (
         (f"{loss}.preset=mine", "preset 'mine' is unknown"),
+        ("trainer.use_v1=False", "trainer.use_v1 False: only True is allowed"),
         (f"+{loss}.rule=nowhere.py:Mine", "nowhere.py:Mine: no file nowhere.py"),
         (f"+{loss}.presett=paper", "unexpected keyword argument 'presett'"),
     ):
@@ -418,16 +429,30 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized"])
-def test_a_group_of_equal_rewards_has_advantages_of_exactly_0_and_the_others_are_verls(name):
-    from openrlhf_bapo.verl_main import with_exact_zeros
+def test_in_our_task_runner_verls_trainer_gives_a_group_of_equal_rewards_advantages_of_exactly_0(name, monkeypatch):
+    from openrlhf_bapo import verl_main
 
-    estimator = core_algos.get_adv_estimator_fn(name)
+    registry = core_algos.ADV_ESTIMATOR_REGISTRY
+    changed = (vars(core_algos), "compute_grpo_outcome_advantage"), *((registry, key) for key in verl_main.GRPO)
+    for place, key in changed:
+        monkeypatch.setitem(place, key, place[key])  # which is put back
     scores = torch.tensor([0.7] * 8 + [0.7, 0.1] * 4 + [10.1] * 8 + [0.3])
     mask = torch.ones(len(scores), 3)
     mask[::2, 2] = 0
-    given = dict(token_level_rewards=scores[:, None] * torch.tensor([0.0, 1.0, 0.0]), response_mask=mask)
-    given["index"] = np.array(["a"] * 8 + ["b"] * 8 + ["c"] * 8 + ["d"])
-    theirs, ours = estimator(**given)[0], with_exact_zeros(estimator)(**given)[0]
+    rewards = scores[:, None] * torch.tensor([0.0, 1.0, 0.0])
+    groups = np.array(["a"] * 8 + ["b"] * 8 + ["c"] * 8 + ["d"], dtype=object)
+    data = DataProto.from_dict(dict(response_mask=mask, token_level_rewards=rewards), dict(uid=groups))
+
+    def advantages() -> torch.Tensor:
+        keys = [f"{group}_{number}_0" for number, group in enumerate(groups)]
+        found = compute_advantage_for_multi_trajectories(
+            data.select(deepcopy=True), keys, adv_estimator=name, config={}
+        )
+        return found.batch["advantages"]
+
+    theirs = advantages()
+    verl_main._TaskRunner()
+    ours = advantages()
     assert theirs[:8].abs().max() > 0.05 and theirs[16:24].abs().max() > 0.4
     assert (ours[:8] == 0).all() and (ours[16:24] == 0).all()
     assert torch.equal(ours[8:16], theirs[8:16]) and torch.equal(ours[24:], theirs[24:])

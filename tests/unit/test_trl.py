@@ -308,6 +308,12 @@ def test_an_epochs_last_window_may_be_shorter_and_one_that_crosses_a_generation_
         (SEARCH, dict(loss_type="sapo"), "loss_type 'sapo' is not allowed"),
         (SEARCH, dict(importance_sampling_level="sequence"), "importance_sampling_level 'sequence' is not allowed"),
         (SEARCH, dict(delta=2.0), "delta 2.0 is not allowed"),
+        (
+            SEARCH,
+            dict(epsilon=0.1),
+            "epsilon 0.1 is not allowed with BAPO; it must be 0.2: the bounds",
+        ),
+        ("topr", dict(epsilon_high=0.28), "epsilon_high 0.28 is not allowed with BAPO; it must be None"),
         (replace(SEARCH, ratio_upper_max=3, dual_clip=2), {}, "dual_clip 2 is not allowed with BAPO"),
         ("topr", dict(beta=0.1, use_bias_correction_kl=True), "use_bias_correction_kl True is not allowed"),
     ],

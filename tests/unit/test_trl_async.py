@@ -3,6 +3,7 @@
 tests/full/test_trl_async_run.py has a run with a vLLM server.
 """
 
+import asyncio
 import functools
 import inspect
 import os
@@ -20,7 +21,7 @@ from datasets import Dataset
 from ranks import on_ranks
 from reference import expected_step
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 from trl.experimental.async_grpo.packing import TreeRow
 
 from openrlhf_bapo import ClipConfig
@@ -289,6 +290,10 @@ def test_staleness_and_optimizer_steps_are_counted_from_the_version_of_each_samp
         lengths = [int(sample.completion_mask.sum()) for sample in of_step(directory, number)]
         assert entries[number]["offpolicy/staleness_mean"] == pytest.approx(lengths[0] / sum(lengths))
         assert entries[number]["offpolicy/token_frac/staleness_1"] == pytest.approx(lengths[0] / sum(lengths))
+    (whole,) = logged(trained(directory, SEARCH, weight_sync_steps=2, samples=samples, logging_steps=NUM_STEPS))
+    for name in ("ratio_max", "ratio_max/staleness_0", "ratio_max/staleness_1", "optimizer_steps_max"):
+        of_steps = [entry[f"offpolicy/{name}"] for entry in entries if f"offpolicy/{name}" in entry]
+        assert whole[f"offpolicy/{name}"] == max(of_steps) > min(of_steps)
 
 
 def test_a_version_that_is_ahead_of_the_trainers_count_is_not_stale(directory):
@@ -328,11 +333,37 @@ def test_two_processes_train_between_the_bounds_of_the_tokens_of_both(directory)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0.005), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)],
+    [
+        ("temperature", 0.005),
+        ("top_p", 0.9),
+        ("top_k", 20),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("epsilon_high", 0.28),
+    ],
 )
-def test_sampling_from_another_distribution_than_the_trainers_is_refused(directory, name, value):
+def test_sampling_from_another_distribution_and_bounds_beside_the_rules_are_refused(directory, name, value):
     with pytest.raises(ValueError, match=f"{name} {value} is not allowed with BAPO; it must be"):
         BapoAsyncGRPOTrainer(**arguments(directory, **{name: value}), bapo=SEARCH)
+
+
+def test_vllm_samples_without_the_min_p_of_the_models_generation_config(directory):
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    given = arguments(directory)
+    del given["rollout_worker"]
+    trainer = BapoAsyncGRPOTrainer(**given, reward_funcs=len, bapo=SEARCH)
+    loop, sent = object.__new__(_AsyncRolloutLoop), []
+    vars(loop).update(trainer.rollout_worker._loop_kwargs)
+
+    async def post(path: str, payload: dict, timeout: float) -> dict:
+        sent.append(payload)
+        return {"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}}]}
+
+    loop._post = post
+    asyncio.run(loop._generate_one_turn([3]))
+    sampling = CompletionRequest(**sent[0]).to_sampling_params(8, {"min_p": 0.15, "top_p": 0.8, "top_k": 20})
+    assert (sampling.min_p, sampling.top_p, sampling.top_k) == (0, 1, 0)
 
 
 def test_a_temperature_is_refused_if_the_servers_log_probs_do_not_have_it(directory):
