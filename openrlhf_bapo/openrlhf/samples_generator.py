@@ -55,6 +55,11 @@ def evaluation_place(num_prompts: int) -> int:
     return -(num_prompts + 1) * 2**32
 
 
+def evaluation_row(place: int) -> int:
+    """Return the number, from 0, of the evaluation's prompt at this place."""
+    return place % 2**32
+
+
 class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
     """Upstream's generator. If an off-policy feature is on, every sample has the policy versions of its tokens.
 
@@ -175,7 +180,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """
         self._lost[fault.kind] += 1
         self._has_lost_groups = True
-        self.untrained["unrewarded"] += 1
+        self.untrained["unrewarded"] += self._next_evaluation_place is None
         logger.warning(f"a prompt group has no reward and is dropped: {fault.text}")
         rate = self.args.reward_fault.max_drop_rate
         if num_lost > rate * batch_size:
