@@ -38,6 +38,8 @@ MAX_NEW_TOKENS = 32768
 # get the last problems.
 _RESPONSES_PER_ENGINE = 512
 
+_GRADER = Path(math_tasks.__file__).with_name("reward.py")
+
 # Of a weights file, which may have many GB, so much is read at so many places to recognize it.
 _PIECE, _NUM_PIECES = 1 << 20, 64
 
@@ -50,7 +52,8 @@ class Problem:
     """FILE:LINE, with the file's absolute path and the line number from 1."""
 
     dataset: str
-    """The row's "datasource", by which OpenRLHF's evaluation groups; otherwise the file's name."""
+    """The row's "datasource", by which OpenRLHF's evaluation groups; otherwise the file's name, or its path if several
+    files have that name."""
 
     row: dict
 
@@ -58,8 +61,10 @@ class Problem:
 def read_problems(files: list[str], input_key: str, label_key: str, max_problems: int | None) -> list[Problem]:
     """Read the problems of JSONL files, the first `max_problems` of each; empty lines are skipped."""
     problems: dict[str, Problem] = {}
+    names = [Path(file).resolve().stem for file in files]
     for file in files:
         path = Path(file).resolve()
+        dataset = path.stem if names.count(path.stem) == 1 else str(path.with_suffix(""))
         try:
             lines = path.read_text(encoding=ENCODING).split("\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +75,7 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
                 where = f"--data {file}: line {number}"
                 row = json_value(line, where)
                 check_row(row, where, {"--input_key": input_key, "--label_key": label_key})
-                in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or path.stem), row))
+                in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or dataset), row))
         if not in_file:
             raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one row")
         if in_file[0].key in problems:
@@ -149,7 +154,7 @@ def make_prompts(
 def reward_endpoints(reward: str | None) -> list[str]:
     """Return `remote_rm_url` for OpenRLHF's engines: the file or the URLs in `reward`, or the packaged math grader."""
     if reward is None:
-        return [str(Path(math_tasks.__file__).with_name("reward.py"))]
+        return [str(_GRADER)]
     return [str(Path(reward).resolve())] if is_reward_file("--reward", reward) else reward.split(",")
 
 
@@ -180,6 +185,8 @@ def _digest_of_files(folder: Path) -> str:
 
 
 def _with_digest(file: Path) -> str:
+    if file == _GRADER:  # its rules are in the files beside it, and in math-verify
+        return f"{file} (files {_digest_of_files(file.parent)}, math-verify {version('math-verify')})"
     return f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
 
 
