@@ -158,6 +158,19 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
             else:
                 warn(f"{where}: does not exist yet, so its rows are not checked")
     _check_one_step_fits(args)
+    _warn_of_cut_data(args)
+
+
+def _warn_of_cut_data(args: Namespace) -> None:
+    """Warn if `--data.max_samples` leaves out rows of the evaluation, or whole data sets. Other rows are meant."""
+    most, num_rows = args.data.max_samples, {}
+    for flag, names in (("--data.prompt_dataset", args.data.prompt_dataset), ("--eval.dataset", args.eval.dataset)):
+        num_rows[flag] = [(name, count_rows(Path(name)) or 0 if Path(name).is_file() else 0) for name in listed(names)]
+    if (found := sum(rows for _, rows in num_rows["--eval.dataset"])) > most:
+        warn(f"--data.max_samples {most}: OpenRLHF evaluates on the first {most} of --eval.dataset's {found} rows too")
+    *before, (last, _) = num_rows["--data.prompt_dataset"]
+    if (found := sum(rows for _, rows in before)) >= most and not args.data.prompt_probs:
+        warn(f"--data.max_samples {most}: the {found} rows before {last} in --data.prompt_dataset leave it out")
 
 
 def _check_one_step_fits(args: Namespace) -> None:

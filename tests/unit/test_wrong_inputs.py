@@ -452,6 +452,16 @@ WARNINGS = [
     ("nobody/nothing: is not a folder here, so it", "--actor.model_name_or_path nobody/nothing"),
     ("nobody/nothing: is not a file or folder here, so", "--data.prompt_dataset nobody/nothing"),
     ("--eval.steps 5 does nothing without --eval.dataset", "--eval.steps 5"),
+    (
+        "--data.max_samples 8: OpenRLHF evaluates on the first 8 of --eval.dataset's 9 rows too",
+        file("--data.max_samples 8 --eval.dataset", "heldout.jsonl", ROW * 9),
+    ),
+    (
+        "--data.max_samples 9: the 9 rows before train.jsonl in --data.prompt_dataset leave it out",
+        lambda directory, monkeypatch: (
+            monkeypatch.chdir(directory) or f"{prompts(ROW * 9)(directory, None)},train.jsonl --data.max_samples 9"
+        ),
+    ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
@@ -479,7 +489,8 @@ def test_a_probable_mistake_is_one_warning(said_by, said, fault):
         "--replay.ratio 1 --replay.max_staleness 1 --replay.capacity 16",
         "--ds.attn_implementation kernels-community/vllm-flash-attn3",
         "--reward.remote_url http://127.0.0.1:5000/get_reward,https://[::1]/get_reward",
-        "--rollout.temperature 0.6 --eval.dataset train.jsonl --eval.temperature 0 --rollout.top_p 0.5",
+        "--rollout.temperature 0.6 --eval.dataset train.jsonl --eval.temperature 0 --data.max_samples 1000",
+        "--data.prompt_dataset train.jsonl,train.jsonl --data.prompt_probs 0.5,0.5 --rollout.top_p 0.5",
         "--ckpt.save_steps -1 --eval.steps -1 --actor.adam.lr 0",
         "--algo.advantage.estimator gae --algo.kl.init_coef 0.1",
         "--ckpt.path made/by/the/run",
