@@ -103,6 +103,12 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
     for name in ("eval.steps", "eval.temperature", "eval.n_samples_per_prompt"):
         if name in given and not values["eval.dataset"] and values[name] != -1:
             warn(f"--{name} {values[name]} does nothing without --eval.dataset")
+    evaluates = values["eval.dataset"] and values["eval.steps"] != -1
+    if evaluates and values["train.async_enable"] and values["ckpt.best_metric_key"] != "none":
+        warn(
+            "--train.async_enable: OpenRLHF trains on while it evaluates, so the best checkpoint has later weights than "
+            "those that were evaluated; --ckpt.best_metric_key none writes none"
+        )
     if values["train.agent_func_path"] and values["reward.remote_url"]:
         warn(f"--reward.remote_url {values['reward.remote_url']} does nothing with --train.agent_func_path")
     for name in ("actor.adam.lr", "critic.adam.lr"):

@@ -453,6 +453,11 @@ WARNINGS = [
     ("nobody/nothing: is not a file or folder here, so", "--data.prompt_dataset nobody/nothing"),
     ("--eval.steps 5 does nothing without --eval.dataset", "--eval.steps 5"),
     (
+        "the best checkpoint has later weights than those that were evaluated; --ckpt.best_metric_key none writes none",
+        "--train.async_enable --offpolicy.ratio_base auto --eval.dataset {d}/train.jsonl --eval.steps 2 "
+        "--data.max_samples 1000",
+    ),
+    (
         "--data.max_samples 8: OpenRLHF evaluates on the first 8 of --eval.dataset's 9 rows too",
         file("--data.max_samples 8 --eval.dataset", "heldout.jsonl", ROW * 9),
     ),
@@ -492,6 +497,8 @@ def test_a_probable_mistake_is_one_warning(said_by, said, fault):
         "--rollout.temperature 0.6 --eval.dataset train.jsonl --eval.temperature 0 --data.max_samples 1000",
         "--data.prompt_dataset train.jsonl,train.jsonl --data.prompt_probs 0.5,0.5 --rollout.top_p 0.5",
         "--ckpt.save_steps -1 --eval.steps -1 --actor.adam.lr 0",
+        "--train.async_enable --offpolicy.ratio_base auto --eval.dataset train.jsonl --eval.steps 2 "
+        "--data.max_samples 1000 --ckpt.best_metric_key none",
         "--algo.advantage.estimator gae --algo.kl.init_coef 0.1",
         "--ckpt.path made/by/the/run",
         r"--data.input_template 'Q: {} Put it into \boxed{{}}.' --ds.grad_accum_dtype float32",
