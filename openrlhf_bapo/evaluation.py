@@ -24,11 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.flags.input_files import ENCODING, check_model, check_row, is_reward_file, json_value, model_length
+from openrlhf_bapo.flags.input_files import (
+    ENCODING,
+    check_model,
+    check_row,
+    is_reward_file,
+    json_value,
+    model_length,
+    template_mark,
+    warn,
+    warn_of_two_templates,
+)
 from openrlhf_bapo.flags.labels import warn_of_labels
 from openrlhf_bapo.flags.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
+from openrlhf_bapo.openrlhf.prompt_starts import find_wrong_starts
 from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu, runtime_env, start_ray_at_equal_priority
 
 MAX_NEW_TOKENS = 32768
@@ -132,12 +143,17 @@ def make_prompts(
     if apply_chat_template and tokenizer.chat_template is None:
         raise FlagError("--apply_chat_template: the tokenizer has none; allowed: --no-apply_chat_template")
     template = tokenizer.apply_chat_template if apply_chat_template else None
+    if template:
+        marks = [(problem.key, template_mark(problem.row[input_key])) for problem in problems]
+        warn_of_two_templates([(key, mark) for key, mark in marks if mark], "--data")
     texts = {}
     for problem in problems:
         if template is None and not isinstance(problem.row[input_key], str):
             kind = type(problem.row[input_key]).__name__
             raise FlagError(f"--data {problem.key}: {input_key!r} is a {kind}; allowed without chat template: a string")
         texts[problem.key] = preprocess_data(problem.row, input_template, input_key, label_key, template)[0]
+    if wrong := find_wrong_starts(tokenizer, texts.values()):
+        warn(f"--data: {wrong}")
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
 
     length = model_length(config.get_text_config())

@@ -106,8 +106,8 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
     evaluates = values["eval.dataset"] and values["eval.steps"] != -1
     if evaluates and values["train.async_enable"] and values["ckpt.best_metric_key"] != "none":
         warn(
-            "--train.async_enable: OpenRLHF trains on while it evaluates, so the best checkpoint has later weights than "
-            "those that were evaluated; --ckpt.best_metric_key none writes none"
+            "--train.async_enable: OpenRLHF trains on while it evaluates, so that the best checkpoint has "
+            "later weights than those that were evaluated; --ckpt.best_metric_key none writes none"
         )
     if values["train.agent_func_path"] and values["reward.remote_url"]:
         warn(f"--reward.remote_url {values['reward.remote_url']} does nothing with --train.agent_func_path")

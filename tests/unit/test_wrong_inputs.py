@@ -448,7 +448,14 @@ def test_a_mistake_that_no_check_can_find_passes(said_by, reason):
     assert said_by(UNKNOWABLE[reason])[:2] == (None, [])
 
 
+def a_template_on_top_of_another(directory: Path, _) -> str:
+    edit("tokenizer_config.json", chat_template="{{ messages[0].content }}")(directory / "model")
+    made = '{"input": "<|im_start|>user\\n1+2=<|im_end|>", "label": "3"}\n'
+    return f"{prompts(ROW + made)(directory, None)} --data.apply_chat_template"
+
+
 WARNINGS = [
+    ("1 prompts have a chat template already (line 2 has <|im_start|>), and get another", a_template_on_top_of_another),
     ("nobody/nothing: is not a folder here, so it", "--actor.model_name_or_path nobody/nothing"),
     ("nobody/nothing: is not a file or folder here, so", "--data.prompt_dataset nobody/nothing"),
     ("--eval.steps 5 does nothing without --eval.dataset", "--eval.steps 5"),
