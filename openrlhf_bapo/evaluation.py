@@ -24,11 +24,22 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_bapo import math_tasks
-from openrlhf_bapo.flags.input_files import ENCODING, check_model, check_row, is_reward_file, json_value, model_length
+from openrlhf_bapo.flags.input_files import (
+    ENCODING,
+    check_model,
+    check_row,
+    is_reward_file,
+    json_value,
+    model_length,
+    template_mark,
+    warn,
+    warn_of_two_templates,
+)
 from openrlhf_bapo.flags.labels import warn_of_labels
 from openrlhf_bapo.flags.mistakes import FlagError
 from openrlhf_bapo.math_tasks.answers import extract_answer, response_from_query
 from openrlhf_bapo.math_tasks.metrics import MACRO_AVERAGE, Estimate, GradedResponse
+from openrlhf_bapo.openrlhf.prompt_starts import find_wrong_starts
 from openrlhf_bapo.openrlhf.registration import register, runs_on_cpu, runtime_env, start_ray_at_equal_priority
 
 MAX_NEW_TOKENS = 32768
@@ -37,6 +48,8 @@ MAX_NEW_TOKENS = 32768
 # Responses in flight per engine. With fewer than vLLM can hold, the engine would idle. With many more, one engine would
 # get the last problems.
 _RESPONSES_PER_ENGINE = 512
+
+_GRADER = Path(math_tasks.__file__).with_name("reward.py")
 
 # Of a weights file, which may have many GB, so much is read at so many places to recognize it.
 _PIECE, _NUM_PIECES = 1 << 20, 64
@@ -50,7 +63,8 @@ class Problem:
     """FILE:LINE, with the file's absolute path and the line number from 1."""
 
     dataset: str
-    """The row's "datasource", by which OpenRLHF's evaluation groups; otherwise the file's name."""
+    """The row's "datasource", by which OpenRLHF's evaluation groups; otherwise the file's name, or its path if several
+    files have that name."""
 
     row: dict
 
@@ -58,8 +72,10 @@ class Problem:
 def read_problems(files: list[str], input_key: str, label_key: str, max_problems: int | None) -> list[Problem]:
     """Read the problems of JSONL files, the first `max_problems` of each; empty lines are skipped."""
     problems: dict[str, Problem] = {}
+    names = [Path(file).resolve().stem for file in files]
     for file in files:
         path = Path(file).resolve()
+        dataset = path.stem if names.count(path.stem) == 1 else str(path.with_suffix(""))
         try:
             lines = path.read_text(encoding=ENCODING).split("\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +86,7 @@ def read_problems(files: list[str], input_key: str, label_key: str, max_problems
                 where = f"--data {file}: line {number}"
                 row = json_value(line, where)
                 check_row(row, where, {"--input_key": input_key, "--label_key": label_key})
-                in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or path.stem), row))
+                in_file.append(Problem(f"{path}:{number}", str(row.get("datasource") or dataset), row))
         if not in_file:
             raise FlagError(f"--data {file}: has no problem; allowed: a JSONL file with at least one row")
         if in_file[0].key in problems:
@@ -127,12 +143,17 @@ def make_prompts(
     if apply_chat_template and tokenizer.chat_template is None:
         raise FlagError("--apply_chat_template: the tokenizer has none; allowed: --no-apply_chat_template")
     template = tokenizer.apply_chat_template if apply_chat_template else None
+    if template:
+        marks = [(problem.key, template_mark(problem.row[input_key])) for problem in problems]
+        warn_of_two_templates([(key, mark) for key, mark in marks if mark], "--data")
     texts = {}
     for problem in problems:
         if template is None and not isinstance(problem.row[input_key], str):
             kind = type(problem.row[input_key]).__name__
             raise FlagError(f"--data {problem.key}: {input_key!r} is a {kind}; allowed without chat template: a string")
         texts[problem.key] = preprocess_data(problem.row, input_template, input_key, label_key, template)[0]
+    if wrong := find_wrong_starts(tokenizer, texts.values()):
+        warn(f"--data: {wrong}")
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
 
     length = model_length(config.get_text_config())
@@ -149,7 +170,7 @@ def make_prompts(
 def reward_endpoints(reward: str | None) -> list[str]:
     """Return `remote_rm_url` for OpenRLHF's engines: the file or the URLs in `reward`, or the packaged math grader."""
     if reward is None:
-        return [str(Path(math_tasks.__file__).with_name("reward.py"))]
+        return [str(_GRADER)]
     return [str(Path(reward).resolve())] if is_reward_file("--reward", reward) else reward.split(",")
 
 
@@ -180,6 +201,8 @@ def _digest_of_files(folder: Path) -> str:
 
 
 def _with_digest(file: Path) -> str:
+    if file == _GRADER:  # its rules are in the files beside it, and in math-verify
+        return f"{file} (files {_digest_of_files(file.parent)}, math-verify {version('math-verify')})"
     return f"{file} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
 
 

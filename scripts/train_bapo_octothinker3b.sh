@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 MODEL=${MODEL:-OctoThinker/OctoThinker-3B-Long-Zero} # the paper's (section 5.1)
 PRESET=${PRESET:-octothinker} # target 0.45, bounds in [0.8, 0.9] and [1.2, 2.0]: appendix A, which names no steps
-TEMPLATE=${TEMPLATE:-$'Question: {}\n\nAnswer:'} # a base model has no chat template (ours)
+TEMPLATE=${TEMPLATE:-$'<|begin_of_text|>Question: {}\n\nAnswer:'} # a base model has no chat template (ours)
 
 source scripts/launch.sh
 colocate

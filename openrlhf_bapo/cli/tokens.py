@@ -3,11 +3,13 @@
 import argparse
 import csv
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from openrlhf_bapo.flags.input_files import warn
 from openrlhf_bapo.flags.mistakes import FlagError, exit_with_one_line
 from openrlhf_bapo.offpolicy.offpolicy_metrics import STALENESS_BUCKETS
 
@@ -32,7 +34,10 @@ _OPTIONAL = {"weight": 1.0, "rule_weight": np.nan}  # the value that stands for 
 
 
 def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Read the tokens that a run has dumped, one array per column; with `step`, only those of this global step."""
+    """Read the tokens that a run has dumped, one array per column; with `step`, only those of this global step.
+
+    If several runs have dumped into the folder, the newest counts, and a line on stderr says so.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -41,15 +46,16 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
         raise FlagError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
         raise FlagError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
+    newest = _of_newest_run(list(files))
+    if len(newest) < len(files):
+        warn(f"{run}: {len(files) - len(newest)} of {len(files)} token files are of an earlier run, and are left out")
+    files = {file: files[file] for file in newest}
     if step is not None and step not in files.values():
         raise FlagError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, the dumped steps")
     tables = []
     for file, of_step in files.items():
         if step in (None, of_step):
-            try:
-                table = parquet.read_table(file)
-            except (OSError, pyarrow.ArrowInvalid) as error:
-                raise FlagError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+            table = _read(parquet.read_table, file)
             for name in _OPTIONAL.keys() - table.column_names:
                 table = table.append_column(name, pyarrow.array(np.full(len(table), _OPTIONAL[name], np.float32)))
             if missing := [name for name in _COLUMNS if name not in table.column_names]:
@@ -57,6 +63,29 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
             tables.append(table.select(_COLUMNS))
     table = pyarrow.concat_tables(tables)
     return {name: table[name].to_numpy() for name in _COLUMNS}
+
+
+def _of_newest_run(files: list[Path]) -> list[Path]:
+    """Return the files of the newest run: those of the last process that began at the first step, or after it."""
+    from pyarrow import parquet
+
+    began: dict[Path, float] = {}
+    first_steps: dict[float, int] = {}
+    for file in files:
+        metadata = _read(parquet.read_schema, file).metadata or {}
+        began[file] = float(metadata.get(b"began", 0))
+        first_steps[began[file]] = int(metadata.get(b"first_step", 1))
+    newest = max(time for time, first in first_steps.items() if first == min(first_steps.values()))
+    return [file for file, time in began.items() if time >= newest]
+
+
+def _read(read: Callable[[Path], Any], file: Path) -> Any:
+    import pyarrow
+
+    try:
+        return read(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise FlagError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
 
 
 def by_sign(tokens: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

@@ -103,6 +103,12 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
     for name in ("eval.steps", "eval.temperature", "eval.n_samples_per_prompt"):
         if name in given and not values["eval.dataset"] and values[name] != -1:
             warn(f"--{name} {values[name]} does nothing without --eval.dataset")
+    evaluates = values["eval.dataset"] and values["eval.steps"] != -1
+    if evaluates and values["train.async_enable"] and values["ckpt.best_metric_key"] != "none":
+        warn(
+            "--train.async_enable: OpenRLHF trains on while it evaluates, so that the best checkpoint has "
+            "later weights than those that were evaluated; --ckpt.best_metric_key none writes none"
+        )
     if values["train.agent_func_path"] and values["reward.remote_url"]:
         warn(f"--reward.remote_url {values['reward.remote_url']} does nothing with --train.agent_func_path")
     for name in ("actor.adam.lr", "critic.adam.lr"):
@@ -158,6 +164,19 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
             else:
                 warn(f"{where}: does not exist yet, so its rows are not checked")
     _check_one_step_fits(args)
+    _warn_of_cut_data(args)
+
+
+def _warn_of_cut_data(args: Namespace) -> None:
+    """Warn if `--data.max_samples` leaves out rows of the evaluation, or whole data sets. Other rows are meant."""
+    most, num_rows = args.data.max_samples, {}
+    for flag, names in (("--data.prompt_dataset", args.data.prompt_dataset), ("--eval.dataset", args.eval.dataset)):
+        num_rows[flag] = [(name, count_rows(Path(name)) or 0 if Path(name).is_file() else 0) for name in listed(names)]
+    if (found := sum(rows for _, rows in num_rows["--eval.dataset"])) > most:
+        warn(f"--data.max_samples {most}: OpenRLHF evaluates on the first {most} of --eval.dataset's {found} rows too")
+    *before, (last, _) = num_rows["--data.prompt_dataset"]
+    if (found := sum(rows for _, rows in before)) >= most and not args.data.prompt_probs:
+        warn(f"--data.max_samples {most}: the {found} rows before {last} in --data.prompt_dataset leave it out")
 
 
 def _check_one_step_fits(args: Namespace) -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,6 +66,12 @@ def warn(message: str) -> None:
 
 
 # Data.
+
+# Marks that begin a user's turn, or the text, in the chat templates of ChatML, Llama, DeepSeek, Gemma and Mistral.
+_TEMPLATE_MARK = re.compile(
+    r"<\|(?:im_start|start_header_id|begin_of_text|user)\|>|<\uff5c(?:User|begin\u2581of\u2581sentence)\uff5c>"
+    r"|<start_of_turn>|\[INST\]"
+)
 
 
 def listed(names: str | None) -> list[str]:
@@ -124,12 +130,29 @@ def _check_inputs(
     inputs: Iterable[tuple[str, Any]], where: str, keys: dict[str, str], apply_chat_template: bool
 ) -> None:
     """Refuse a (place, input) that is empty, or neither a text nor, with a chat template, a list of messages."""
+    marked = []
     for place, value in inputs:
         if not isinstance(value, str | list if apply_chat_template else str) or not value:
             flag, key = next(iter(keys.items()))
             allowed = "a text, or a list of messages" if apply_chat_template else "a text"
             start = json.dumps(value, default=str)[:40]
             raise FlagError(f"{where}: {place} has {key!r} {start}; allowed for {flag}: {allowed}, not empty")
+        if apply_chat_template and (mark := template_mark(value)):
+            marked.append((place, mark))
+    warn_of_two_templates(marked, where)
+
+
+def template_mark(prompt: object) -> str | None:
+    """Return the first mark of a chat template in a text, such as "<|im_start|>"; None: there is none."""
+    mark = _TEMPLATE_MARK.search(prompt) if isinstance(prompt, str) else None
+    return mark and mark[0]
+
+
+def warn_of_two_templates(marked: Sequence[tuple[str, str]], where: str) -> None:
+    """Warn of (place, mark) of prompts to which a chat template is applied, and that one has made."""
+    if marked:
+        place, mark = marked[0]
+        warn(f"{where}: {len(marked)} prompts have a chat template already ({place} has {mark}), and get another one")
 
 
 def count_rows(file: Path) -> int | None:

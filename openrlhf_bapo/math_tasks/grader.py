@@ -84,7 +84,10 @@ class MathGrader:
         return [future.result() for future in [self.submit(*pair) for pair in zip(responses, golds, strict=True)]]
 
     def submit(self, response: str, gold: str) -> "Future[Grade]":
-        """Grade one response without waiting. The future never holds an exception and cannot be canceled."""
+        """Grade one response without waiting. The future cannot be canceled.
+
+        It holds a RuntimeError if workers cannot compare at all, for example because math-verify is not installed.
+        """
         answer, gold = find_answer(response), find_gold(gold)
         plainly = is_plainly_equal(answer, gold)
         grade: Future[Grade] = Future()
@@ -126,6 +129,10 @@ class MathGrader:
                 if outcome == "timeout" and attempt == 1 and tasks is self._tasks:
                     tasks.put((2, next(_numbers), task))
                     continue
+            # A worker ends by itself, and not by a signal, only if it cannot compare at all.
+            if outcome is None and worker is not None and (code := worker.wait()) > 0:
+                task.grade.set_exception(RuntimeError(f"the math grader's worker ends with {code}; its error is above"))
+                continue
             self._finish(task, outcome or "crash")
 
     def _replace(self, ended: subprocess.Popen | None, tasks: queue.PriorityQueue) -> subprocess.Popen | None:
@@ -199,6 +206,8 @@ def _serve(grader: int, memory_limit: int) -> None:
     os.dup2(2, 1)
     for answer, gold in ((r"\frac{1}{\sqrt{2}}+x^2", r"\frac{\sqrt{2}}{2}+x"), (r"\{1\}", "(0,1]"), ("x>1", "(a,b)")):
         is_equal(Answer(answer, f"\\boxed{{{answer}}}"), gold)  # imports and fills caches while no time limit runs
+    if not is_equal(Answer(r"\frac{1}{2}+x", r"\boxed{\frac{1}{2}+x}"), r"x+\frac{2}{4}"):
+        sys.exit("openrlhf-bapo: math-verify cannot parse formulas; is its parser (latex2sympy2_extended) whole?")
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             in_use = int(file.read().split()[0]) * resource.getpagesize()

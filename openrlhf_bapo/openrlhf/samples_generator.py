@@ -17,6 +17,7 @@ from openrlhf.utils.logging_utils import init_logger
 
 from openrlhf_bapo.offpolicy.partial_rollouts import PartialPool
 from openrlhf_bapo.openrlhf.long_prompts import find_cut_prompts
+from openrlhf_bapo.openrlhf.prompt_starts import find_wrong_starts
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
 from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule, is_off_policy
@@ -55,6 +56,11 @@ def evaluation_place(num_prompts: int) -> int:
     return -(num_prompts + 1) * 2**32
 
 
+def evaluation_row(place: int) -> int:
+    """Return the number, from 0, of the evaluation's prompt at this place."""
+    return place % 2**32
+
+
 class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
     """Upstream's generator. If an off-policy feature is on, every sample has the policy versions of its tokens.
 
@@ -86,6 +92,9 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         find_cut = functools.partial(find_cut_prompts, self.args, self.tokenizer)
         self._cut_prompts = find_cut("--data.prompt_dataset", self.prompts_dataloader)
         find_cut("--eval.dataset", self.eval_dataloader)
+        prompts = self.prompts_dataloader.dataset.prompts if self.prompts_dataloader else []
+        if wrong := find_wrong_starts(self.tokenizer, prompts):
+            print(f"openrlhf-bapo: warning: --data.prompt_dataset: {wrong}", flush=True)
         self._num_left_over = 0  # groups since the last log
         # A dynamic batch leaves out what fills no optimizer step, always the samples of middle length.
         self._needs_whole_steps = (
@@ -175,7 +184,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """
         self._lost[fault.kind] += 1
         self._has_lost_groups = True
-        self.untrained["unrewarded"] += 1
+        self.untrained["unrewarded"] += self._next_evaluation_place is None
         logger.warning(f"a prompt group has no reward and is dropped: {fault.text}")
         rate = self.args.reward_fault.max_drop_rate
         if num_lost > rate * batch_size:

@@ -20,8 +20,12 @@ an equal share of the fresh and of the replayed samples. A row is a token:
                            with such a rule
     staleness              versions since the token was generated
     optimizer_steps        optimizer steps since the token was generated
+
+A folder may have the files of several runs. A file's metadata say when its process began, and from which training step
+on: "began" in seconds since 1970, and "first_step".
 """
 
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -78,10 +82,12 @@ class TokenDumps(PassPart):
     """
 
     _sample: TokenSample | None = None  # of the running pass, if its tokens are dumped
+    _process: dict[str, str] | None = None  # the metadata of this process's files
 
     def begin(self) -> None:
         """Begin a sample, if this training step has one."""
         trainer = self.trainer
+        self._process = self._process or {"began": str(time.time()), "first_step": str(trainer.global_step)}
         if trainer.global_step % trainer.args.bapo.dump_tokens == 0 and trainer.strategy.is_rank_0():
             self._sample = TokenSample(MAX_TOKENS, trainer.args.train.seed + trainer.global_step)
             self._num_samples = 0
@@ -156,7 +162,7 @@ class TokenDumps(PassPart):
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")  # readers find complete files only
         columns = {name: column.numpy() for name, column in sample.columns.items()}
-        parquet.write_table(pyarrow.table(columns), part)
+        parquet.write_table(pyarrow.table(columns, metadata=self._process), part)
         part.replace(file)
 
 

@@ -1,7 +1,7 @@
 """Changes to OpenRLHF's trainers around a training step: policy versions, logs, checkpoints of our pools."""
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     if hasattr(trainer_module, "PPOTrainer"):
         trainer_module.RemoteExperienceMaker = OffPolicyExperienceMaker
         _seed_the_order_and_plan_replayed_steps(trainer_module)
+        _find_data_sources_by_place(trainer_module)
         trainer = trainer_module.PPOTrainer.__ray_metadata__.modified_class
         _count_our_timings_once(trainer)
         save_when_a_rollout_fails(trainer)
@@ -81,6 +82,31 @@ def _seed_the_order_and_plan_replayed_steps(ppo_trainer: Any) -> None:
         prompts.sampler.generator.manual_seed(strategy.args.train.seed)
         # The length of the learning-rate schedule. OpenRLHF computes it from the fresh samples alone.
         return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
+
+
+def _find_data_sources_by_place(ppo_trainer: Any) -> None:
+    """Count each evaluated sample for the data source of its row.
+
+    OpenRLHF finds the data source by the prompt's text. If several sources have a prompt, the last one gets all its
+    samples.
+    """
+    from openrlhf_bapo.openrlhf.samples_generator import evaluation_row
+
+    # The async module imports this function too, after it has been replaced.
+    @in_place_of(ppo_trainer, "compute_eval_metrics")
+    def compute_eval_metrics(upstream: Any, eval_dataloader: Any, samples: list, n_samples_per_prompt: int) -> dict:
+        sources = [source for batch, *_ in eval_dataloader for source in batch]
+        rows = [(sources, [*map(str, range(len(sources)))], None, None)]
+        placed = [
+            SimpleNamespace(
+                prompts=[str(evaluation_row(sample.place))],
+                rewards=sample.rewards,
+                response_length=sample.response_length,
+                truncated=sample.truncated,
+            )
+            for sample in samples
+        ]
+        return upstream(rows, placed, n_samples_per_prompt)
 
 
 def _resume_after_the_data(trainer: type) -> None:

@@ -287,7 +287,7 @@ def _count_gpus(plan: Plan, args: Namespace) -> None:
     else:
         plan.facts["GPUs"] = f"{sum(groups.values())}: " + ", ".join(f"{n} {name}" for name, n in groups.items())
     if args.critic.model_name_or_path or not args.reward.remote_url:
-        plan.facts["not planned"] = "memory of critic and reward model"
+        plan.facts["not planned"] = "memory and time of critic and reward model"
 
 
 def _count_steps(plan: Plan, args: Namespace) -> None:
@@ -382,6 +382,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
     num_forwards = num_ratio_forwards(args, length)
     ratio_tokens = num_forwards * args.train.batch_size * length
     recomputed = _num_samples(args) if is_decoupled(args) else fresh  # replayed samples keep their log-probs otherwise
+    of_reference = fresh if setup.has_reference else 0  # on GPUs of its own it takes none of the actor's time
 
     def training_time(trained_tokens: int, forward_tokens: int) -> tuple[float, int]:
         flops = step_flops(
@@ -394,7 +395,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
         )
         return flops / (setup.num_gpus * machine.gpu_tflops * 1e12 * machine.utilization), flops
 
-    training, flops = training_time(trained, recomputed * length + ratio_tokens)
+    training, flops = training_time(trained, (recomputed + of_reference) * length + ratio_tokens)
     cache = kv_cache(shape, engine, int(machine.gpu_memory * GIB))
     rollout = rollout_seconds(
         shape,

@@ -620,6 +620,20 @@ def test_a_decoupled_runs_plan_has_a_forward_of_replayed_samples(tmp_path):
     assert found[1] - found[0] == pytest.approx(more / 1e18, abs=0.011) and more > 1e16
 
 
+@pytest.mark.parametrize("shared", [{"train__colocate_actor_ref": True, "ref__num_gpus_per_node": 8}, {}])
+def test_a_reference_model_on_the_actors_gpus_adds_its_forward_to_the_plans_training_time(tmp_path, shared):
+    flags = dict(bapo__scope="micro_batch", **shared)
+    found = [
+        minutes_and_eflop(
+            facts_of_2048_samples(tmp_path, algo__kl__init_coef=coef, **flags)[
+                "time with responses of 3,072 tokens"
+            ].split("training")[1]
+        )[1]
+        for coef in (0, 0.01)
+    ]
+    assert found[1] - found[0] == pytest.approx(forward_flops(2048) / 1e18 if shared else 0, abs=0.011)
+
+
 @pytest.mark.parametrize("replay, num_forwards", [(0, 3), (1, 8)])
 def test_the_ratio_forward_is_in_the_plans_training_time_and_has_its_own_line(tmp_path, replay, num_forwards):
     name, time_fact = "of which the ratio forward", "time with responses of 3,072 tokens"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pipeline
 import pytest
@@ -35,6 +36,27 @@ def test_a_model_that_is_saved_again_is_the_same_and_one_with_other_weights_is_n
         file.seek(17 * layer)
         file.write(b"x" * layer)
     assert model_setting(tmp_path) != before
+
+
+def test_an_evaluation_by_a_grader_with_other_rules_is_another_one(tmp_path, monkeypatch):
+    package = shutil.copytree(evaluation._GRADER.parent, tmp_path / "math_tasks")
+    monkeypatch.setattr(evaluation, "_GRADER", package / "reward.py")
+    before = evaluation.content_settings("model", [], evaluation.reward_endpoints(None))
+    assert evaluation.content_settings("model", [], evaluation.reward_endpoints(None)) == before
+    with open(package / "answers.py", "a") as file:
+        file.write("# another rule\n")
+    after = evaluation.content_settings("model", [], evaluation.reward_endpoints(None))
+    assert {name for name in before if before[name] != after[name]} == {"reward"}
+
+
+def test_files_of_one_name_are_several_datasets(tmp_path):
+    files = [tmp_path / name for name in ("gsm8k/test.jsonl", "math/test.jsonl", "sums.jsonl")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"input": "1+2=", "label": "3"}\n{"input": "1+3=", "label": "4", "datasource": "own"}\n')
+    problems = evaluation.read_problems([*map(str, files)], "input", "label", None)
+    names = [str(tmp_path / "gsm8k/test"), str(tmp_path / "math/test"), "sums"]
+    assert [problem.dataset for problem in problems] == [name for file in names for name in (file, "own")]
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])

@@ -559,6 +559,25 @@ def test_an_answer_whose_worker_dies_is_wrong_and_the_next_one_is_right():
     grader.close()
 
 
+PARSES_NOTHING = """
+grader = parser = LatexExtractionConfig = type("", (), {})
+parse, verify = (lambda *_, **__: []), (lambda *_, **__: False)
+"""
+
+
+@pytest.mark.parametrize("broken", ["raise ModuleNotFoundError", PARSES_NOTHING], ids=["missing", "parses nothing"])
+def test_a_grader_whose_workers_cannot_compare_raises_instead_of_grading(tmp_path, monkeypatch, broken):
+    (tmp_path / "math_verify.py").write_text(broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    grader = MathGrader(num_workers=1, time_limit=100.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the math grader's worker ends with 1; its error is above"):
+            grader.grade(*zip(NEEDS_A_WORKER, strict=True))
+    assert grader.grade([r"\boxed{7}"], ["7"]) == [Grade(True)]  # which needs no worker
+    assert grader.crashes == 0
+    grader.close()
+
+
 def test_a_worker_cannot_take_more_memory_than_its_limit():
     big = r"\boxed{2^{2^{26}}+1-1}", "2^{2^{26}}"  # 8 MiB
     for megabytes, is_enough in ((1024, True), (1, False)):

@@ -184,6 +184,7 @@ def test_an_evaluation_leaves_out_whole_prompts(generator_for):
     generator.eval_dataloader = generator.prompts_dataloader
     samples = generator.generate_eval_samples(**GENERATE, n_samples_per_prompt=2)
     assert sorted(int(sample.labels[0]) for sample in samples) == sorted([n for n in range(20) if n != 3] * 2)
+    assert generator.untrained.total() == 0  # it is not a group that training lost
 
 
 def test_an_engine_gets_the_reward_limits_of_the_flags(generator_for):

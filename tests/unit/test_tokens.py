@@ -5,6 +5,7 @@ tests/integration/test_lag.py has files from the real pipeline.
 
 import csv
 import math
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -302,7 +303,8 @@ def test_dumping_changes_neither_training_nor_logs_and_without_it_no_file_is_wri
 def test_without_tensorboard_the_tokens_are_beside_the_checkpoints(directory, tmp_path):
     paths = dict(logger__tensorboard_dir=None, ckpt__path=tmp_path / "ckpt")
     one_update(directory, STALENESS, LOG_RATIOS, bapo__dump_tokens=1, **paths)
-    assert (tmp_path / "ckpt/tokens/step_000001_rank0.parquet").is_file()
+    metadata = parquet.read_schema(tmp_path / "ckpt/tokens/step_000001_rank0.parquet").metadata
+    assert metadata[b"first_step"] == b"1" and 0 < time.time() - float(metadata[b"began"]) < pipeline.PATIENCE
 
 
 def test_a_resumed_run_continues_to_count_its_steps(directory, tmp_path):
@@ -501,6 +503,26 @@ def test_all_steps_are_drawn_unless_one_is_chosen_and_the_table_has_the_numbers(
             {name: str(value) for name, value in row.items()} for row in tokens.measure(tokens.by_sign(columns))
         ]
         assert table(*flags) == expected
+
+
+def test_of_the_runs_that_dumped_into_a_folder_the_newest_is_drawn_with_its_resumes(tmp_path, capsys):
+    def dump(steps: range, process: dict[str, str]) -> None:
+        for step in steps:
+            written(tmp_path, step)
+            file = tmp_path / f"tokens/step_{step:06d}_rank0.parquet"
+            parquet.write_table(parquet.read_table(file).replace_schema_metadata(process), file)
+
+    def drawn() -> set[int]:
+        return set(tokens.read_tokens(tmp_path)["global_step"].tolist())
+
+    dump(range(5, 50, 5), {"began": "1e9", "first_step": "1"})
+    dump(range(40, 60, 5), {"began": "1.1e9", "first_step": "37"})
+    assert drawn() == set(range(5, 60, 5)) and capsys.readouterr().err == ""
+    dump(range(10, 30, 10), {"began": "1.2e9", "first_step": "1"})
+    dump(range(30, 40, 10), {"began": "1.3e9", "first_step": "29"})
+    assert drawn() == {10, 20, 30}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"warning: {tmp_path}: 8 of 11 token files are of an earlier run, and are left out")
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):

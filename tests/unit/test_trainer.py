@@ -164,6 +164,22 @@ def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(director
     assert {params.top_p for params in sampled} == {top_p}
 
 
+def test_an_evaluation_counts_a_prompt_for_each_data_source_that_has_it(directory):
+    def evaluate(*names: str) -> dict:
+        trainer = make_trainer(directory, eval__dataset=",".join(str(directory / f"{name}.jsonl") for name in names))
+        return trainer.evaluate(0, **trainer.generate_kwargs, n_samples_per_prompt=2)
+
+    for name, numbers in dict(first=range(7), second=range(4, 12)).items():
+        rows = [{"input": f"{n:03}=", "label": str(n), "datasource": name} for n in numbers]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second, both = evaluate("first"), evaluate("second"), evaluate("first", "second")
+    for name, alone in (("first", first), ("second", second)):
+        of_source = {metric: value for metric, value in both.items() if metric.startswith(f"eval_{name}_")}
+        assert of_source == {metric: value for metric, value in alone.items() if metric.startswith(f"eval_{name}_")}
+        assert 0 < of_source[f"eval_{name}_pass1"] < 1
+    assert first["eval_first_pass1"] != second["eval_second_pass1"]
+
+
 def test_the_seconds_of_a_step_count_the_ratio_forward_and_the_search_once_as_parts_of_its_training(directory):
     make_trainer(directory, logger__tensorboard_dir=directory / "logs", train__num_episodes=1).fit()
     logged = {name: values for name, (_, values) in read_scalars(directory / "logs").items()}

@@ -448,10 +448,32 @@ def test_a_mistake_that_no_check_can_find_passes(said_by, reason):
     assert said_by(UNKNOWABLE[reason])[:2] == (None, [])
 
 
+def a_template_on_top_of_another(directory: Path, _) -> str:
+    edit("tokenizer_config.json", chat_template="{{ messages[0].content }}")(directory / "model")
+    made = '{"input": "<|im_start|>user\\n1+2=<|im_end|>", "label": "3"}\n'
+    return f"{prompts(ROW + made)(directory, None)} --data.apply_chat_template"
+
+
 WARNINGS = [
+    ("1 prompts have a chat template already (line 2 has <|im_start|>), and get another", a_template_on_top_of_another),
     ("nobody/nothing: is not a folder here, so it", "--actor.model_name_or_path nobody/nothing"),
     ("nobody/nothing: is not a file or folder here, so", "--data.prompt_dataset nobody/nothing"),
     ("--eval.steps 5 does nothing without --eval.dataset", "--eval.steps 5"),
+    (
+        "the best checkpoint has later weights than those that were evaluated; --ckpt.best_metric_key none writes none",
+        "--train.async_enable --offpolicy.ratio_base auto --eval.dataset {d}/train.jsonl --eval.steps 2 "
+        "--data.max_samples 1000",
+    ),
+    (
+        "--data.max_samples 8: OpenRLHF evaluates on the first 8 of --eval.dataset's 9 rows too",
+        file("--data.max_samples 8 --eval.dataset", "heldout.jsonl", ROW * 9),
+    ),
+    (
+        "--data.max_samples 9: the 9 rows before train.jsonl in --data.prompt_dataset leave it out",
+        lambda directory, monkeypatch: (
+            monkeypatch.chdir(directory) or f"{prompts(ROW * 9)(directory, None)},train.jsonl --data.max_samples 9"
+        ),
+    ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
@@ -479,8 +501,11 @@ def test_a_probable_mistake_is_one_warning(said_by, said, fault):
         "--replay.ratio 1 --replay.max_staleness 1 --replay.capacity 16",
         "--ds.attn_implementation kernels-community/vllm-flash-attn3",
         "--reward.remote_url http://127.0.0.1:5000/get_reward,https://[::1]/get_reward",
-        "--rollout.temperature 0.6 --eval.dataset train.jsonl --eval.temperature 0 --rollout.top_p 0.5",
+        "--rollout.temperature 0.6 --eval.dataset train.jsonl --eval.temperature 0 --data.max_samples 1000",
+        "--data.prompt_dataset train.jsonl,train.jsonl --data.prompt_probs 0.5,0.5 --rollout.top_p 0.5",
         "--ckpt.save_steps -1 --eval.steps -1 --actor.adam.lr 0",
+        "--train.async_enable --offpolicy.ratio_base auto --eval.dataset train.jsonl --eval.steps 2 "
+        "--data.max_samples 1000 --ckpt.best_metric_key none",
         "--algo.advantage.estimator gae --algo.kl.init_coef 0.1",
         "--ckpt.path made/by/the/run",
         r"--data.input_template 'Q: {} Put it into \boxed{{}}.' --ds.grad_accum_dtype float32",
