@@ -51,3 +51,8 @@ def test_the_picture_has_every_rules_difference_from_ppo(tmp_path):
 
 def test_the_page_is_that_of_the_cells():
     assert tapered.PAGE.read_text() == tapered.page(study.HERE)
+
+
+def test_the_studys_page_says_how_many_cells_have_run():
+    text = (study.HERE.parents[1] / "docs/study.md").read_text()
+    assert f"(ours) {len(study.read_parquet(study.HERE / 'tapered.parquet'))} have run." in text
