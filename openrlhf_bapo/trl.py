@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
 
@@ -33,10 +34,21 @@ MEAN_OVER = {"grpo": "sequence", "bnpo": "micro_batch", "dr_grpo": "update", "da
 """TRL's losses with a clipped ratio per token, and the tokens of their first mean (`share_weights`)."""
 
 
+class _StepEnd(TrainerCallback):
+    """Closes each optimizer step of a trainer with a clip rule."""
+
+    def __init__(self, trainer: "ClipRuleTrainer") -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Hear that an optimizer step ended, which fp16 skips where a gradient is not finite."""
+        self._trainer._close_step(self._trainer.accelerator.optimizer_step_was_skipped)
+
+
 class ClipRuleTrainer(_BaseTrainer):
     """The clip rule of one of TRL's trainers: its updates, their metrics, and its state in checkpoints.
 
-    A subclass calls `_tally_first` before each loss and `_count_trained` after it. It has two methods for a search:
+    A subclass calls `_tally_first` before each loss, and counts it afterwards. It has two methods for a search:
     `_window` returns the micro-batches of the optimizer step that begins, and `_tokens_before_training` the tokens of
     one of them.
     """
@@ -54,6 +66,7 @@ class ClipRuleTrainer(_BaseTrainer):
         self._updates = RuleUpdates(self.clip_rule, group)
         self._micro_batches: list[Any] = []  # of the running optimizer step, from the data loader
         self._num_trained = 0  # micro-batches of it
+        self.add_callback(_StepEnd(self))
         return self.clip_rule.config
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple:
@@ -71,11 +84,6 @@ class ClipRuleTrainer(_BaseTrainer):
                 rule.tally(self._tokens_before_training(model, micro_batch))
             self._close_update()
 
-    def _count_trained(self) -> None:
-        self._num_trained += 1
-        if self._num_trained == len(self._micro_batches):
-            self._close_step()
-
     def _tally_training(
         self, tokens: Tokens, staleness: torch.Tensor | None, optimizer_steps: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -90,15 +98,15 @@ class ClipRuleTrainer(_BaseTrainer):
         self._updates.tally_offpolicy(tokens, staleness, optimizer_steps)
         return *rule.bounds(tokens), rule.weights(tokens)
 
-    def _close_step(self) -> None:
-        """Close an optimizer step after its last loss, and log its metrics."""
+    def _close_step(self, is_skipped: bool) -> None:
+        """Close an optimizer step, and log its metrics."""
         if not self.clip_rule.needs_tally_first:
-            self._close_update()
-        self._updates.entropy_rule.close_update()
+            self._close_update(is_skipped)
+        self._updates.entropy_rule.close_update(is_skipped)
         self._log(self._updates.take_metrics())
 
-    def _close_update(self) -> None:
-        self._updates.close_update()
+    def _close_update(self, is_skipped: bool = False) -> None:
+        self._updates.close_update(is_skipped)
         self._log(self._updates.take_bounds_metrics())
 
     def _log(self, metrics: dict[str, float]) -> None:
@@ -184,12 +192,12 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         self._loss_inputs = inputs = dict(inputs)
         loss = super()._compute_loss(model, inputs)
         self._loss_inputs = None
-        self._count_trained()
+        self._num_trained += 1
         return loss
 
-    def _close_step(self) -> None:
-        super()._close_step()
-        self._num_steps_since_generation += 1
+    def _close_step(self, is_skipped: bool) -> None:
+        super()._close_step(is_skipped)
+        self._num_steps_since_generation += not is_skipped
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)

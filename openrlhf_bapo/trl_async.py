@@ -89,7 +89,7 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
         """Return TRL's loss of a micro-batch between the rule's bounds, or with its weights."""
         self._tally_first(model, inputs)
         loss = self._loss(model, inputs, partial(self._between_bounds, inputs))
-        self._count_trained()
+        self._num_trained += 1
         return loss
 
     def _window(self) -> Iterable[dict]:

@@ -9,6 +9,7 @@ from functools import partial
 import pipeline
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from ranks import on_ranks
@@ -222,6 +223,25 @@ def test_a_resumed_run_goes_on_between_the_steady_bounds_of_its_checkpoint(direc
     assert len({entry["bapo/clip_high"] for entry in unbroken}) == 8
     for name in ("bapo/clip_low", "bapo/clip_high", "loss"):
         assert [entry[name] for entry in resumed] == [entry[name] for entry in unbroken]
+
+
+def test_an_optimizer_step_that_is_skipped_as_in_fp16_leaves_no_trace(directory, monkeypatch):
+    step, calls = AcceleratedOptimizer.step, []
+
+    def skip_the_second(optimizer, closure=None):
+        calls.append(optimizer)
+        optimizer._is_overflow = len(calls) == 2
+        if not optimizer._is_overflow:
+            step(optimizer, closure)
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", skip_the_second)
+    trainer = trained(directory, replace(SEARCH, smoothing=SmoothingConfig(half_life=2.0)), max_steps=4)
+    assert len(calls) == 4
+    bounds = trainer.bounds[::4]
+    assert bounds[1] == bounds[2] and len(set(bounds)) == 3
+    logged = logged_by(trainer)
+    assert [entry["offpolicy/optimizer_steps_max"] for entry in logged] == [0, 1, 1, 2]
+    assert ["entropy/predicted_change" in entry for entry in logged] == [True, False, True, True]
 
 
 def test_a_log_of_several_steps_has_the_largest_of_their_maxima_and_the_mean_of_the_rest(directory):
