@@ -15,7 +15,7 @@ import json
 import math
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -217,6 +217,9 @@ class EvaluationRecord:
         self.finished: dict[str, list[GradedResponse]] = {}
         """The n responses, without their texts, by problem key."""
 
+        self.logs: Counter[str] = Counter()
+        """Sums over the responses of the numbers in the reward's `extra_logs`, such as "graded_timeouts"."""
+
         self.num_torn_bytes = 0
         """Bytes of an unfinished last line that a killed run has left; they are dropped."""
 
@@ -283,6 +286,8 @@ class EvaluationRecord:
         names = ("reward", "answer", "truncated", "num_tokens")
         graded = [GradedResponse(**{name: response[name] for name in names}) for response in line["responses"]]
         self.finished[line["problem"]] = graded
+        for response in line["responses"]:
+            self.logs.update(response.get("extra_logs", {}))
         return graded
 
     def write_results(self, summary: dict) -> Path:
@@ -447,9 +452,10 @@ def generate(
 
 
 def describe_response(response: dict, tokenizer: Any) -> dict:
-    """Convert an engine's response to an entry of responses.jsonl: text, num_tokens, truncated, reward, answer.
+    """Convert an engine's response to an entry of responses.jsonl.
 
-    The reward is None if the reward function failed or returned a non-finite number.
+    It has text, num_tokens, truncated, reward, answer, and extra_logs: the reward's numbers by name, without the cause
+    of a failure, which is a text. The reward is None if its function failed or returned a non-finite number.
     """
     import torch
 
@@ -463,6 +469,7 @@ def describe_response(response: dict, tokenizer: Any) -> dict:
         "truncated": response["truncated"],
         "reward": reward if reward is not None and math.isfinite(reward) else None,
         "answer": extract_answer(response_from_query(prompt + text, prompt)),
+        "extra_logs": {name: value[0] for name, value in response["extra_logs"].items() if isinstance(value, list)},
     }
 
 

@@ -112,14 +112,19 @@ def _evaluate(args: argparse.Namespace) -> int:
     for problem in problems:
         by_dataset.setdefault(problem.dataset, []).append(record.finished[problem.key])
     metrics = evaluation_metrics(by_dataset, args.pass_at, args.seed)
-    summary = evaluation.summarize(metrics, by_dataset)
+    num_responses = len(problems) * args.n
+    logs = {name: total / num_responses for name, total in record.logs.items()}
+    summary = evaluation.summarize(metrics, by_dataset) | {"extra_logs": logs}
     results = record.write_results(summary)
     print(table(metrics, {dataset: len(problems) for dataset, problems in by_dataset.items()}))
     print(f"results: {results}")
+    for name in ("graded_timeouts", "graded_crashes"):
+        if count := round(record.logs[name]):
+            _say(f"{count} of {num_responses} responses count as wrong, because the grader failed on them ({name})")
     ungraded = {dataset: counts["num_ungraded"] for dataset, counts in summary["datasets"].items()}
     if num_ungraded := sum(ungraded.values()):
         where = ", ".join(f"{dataset} {count}" for dataset, count in ungraded.items() if count)
-        counted = f"{num_ungraded} of {len(problems) * args.n} responses are UNGRADED, the reward failed ({where})"
+        counted = f"{num_ungraded} of {num_responses} responses are UNGRADED, the reward failed ({where})"
         _say(f"{counted}; each counts as 0; see {record.out / 'engines.log'}")
     return num_ungraded
 

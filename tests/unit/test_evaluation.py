@@ -10,6 +10,7 @@ import pytest
 from openrlhf_bapo import evaluation
 from openrlhf_bapo.cli import evaluate
 from openrlhf_bapo.flags.mistakes import FlagError
+from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD
 from openrlhf_bapo.run.plan import read_shape
 
 
@@ -96,3 +97,28 @@ def test_a_template_that_cannot_take_the_input_is_refused_as_train_refuses_it(di
     assert end.value.code == 2
     assert line.startswith(f"openrlhf-bapo: --input_template {template!r}: allowed: a text with {{}} for the input")
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_on_which_the_grader_failed_are_counted(directory, tmp_path, monkeypatch, capsys):
+    tokens = {"observation_tokens": [4, 5, 6, 7], "action_ranges": [(2, 4)], "prompt": "1+", "truncated": False}
+    outcomes = [
+        tokens | {"reward": [0.0], "extra_logs": {"graded_timeouts": [timeouts], "graded_crashes": [0.0]}}
+        for timeouts in (1.0, 0.0)
+    ]
+    outcomes.append(tokens | {"reward": None, "extra_logs": {FAILED_REWARD: "timeout: reward.py"}})
+
+    def generate(args, endpoints, waiting, prompts, record) -> None:
+        for problem in waiting:
+            responses = [evaluation.describe_response(outcome, prompts.tokenizer) for outcome in outcomes]
+            record.append(problem, prompts.texts[problem.key], "3", responses)
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    flags = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", tmp_path / "out"]
+    for _ in range(2):  # from the engines, then from the record
+        with pytest.raises(SystemExit):
+            evaluate.main([*map(str, flags), "--n", "3", "--max_problems", "5"])
+        said = capsys.readouterr().err
+        failed = "5 of 15 responses count as wrong, because the grader failed on them (graded_timeouts)\n"
+        assert failed in said and "graded_crashes" not in said
+        results = json.loads((tmp_path / "out/results.json").read_text())
+        assert results["extra_logs"] == {"graded_timeouts": 1 / 3, "graded_crashes": 0}
