@@ -242,6 +242,10 @@ def resolve_flags(values: dict) -> None:
             raise FlagError(
                 f"--{name} {values[name]}: allowed with --policy_loss {policy_loss}: {', '.join(map(str, allowed))}"
             )
+    if not 0.01 <= (temperature := values["rollout.temperature"]) <= 2:  # vLLM takes 0.01 for less, the actor does not
+        raise FlagError(
+            f"--rollout.temperature {temperature}: allowed with --policy_loss {policy_loss}: from 0.01 to 2"
+        )
     dual_clip = values["actor.dual_clip"]
     if dual_clip is not None and not 1 < dual_clip < math.inf:
         raise FlagError(f"--actor.dual_clip {dual_clip}: allowed: above 1")

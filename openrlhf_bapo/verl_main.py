@@ -84,9 +84,17 @@ def _check(config: DictConfig) -> None:
         _check_weights(correction)
     if loss.tapered or correction.get("bypass_mode"):
         user = "policy_loss.tapered" if loss.tapered else "algorithm.rollout_correction.bypass_mode"
-        for name, allowed in (("top_p", (1,)), ("top_k", (-1, 0))):  # the engine's log-probs are of the tokens kept
-            if (value := config.actor_rollout_ref.rollout[name]) not in allowed:
-                raise ValueError(f"actor_rollout_ref.rollout.{name} {value}: with {user} only {allowed[0]} is allowed")
+        rollout = config.actor_rollout_ref.rollout
+        # The engine's log-probs are those among the tokens kept. vLLM takes 0.01 for less, and the actor does not.
+        for name, is_allowed, allowed in (
+            ("top_p", rollout.top_p == 1, "1"),
+            ("top_k", rollout.top_k in (-1, 0), "-1"),
+            ("temperature", 0.01 <= rollout.temperature <= 2, "from 0.01 to 2"),
+        ):
+            if not is_allowed:
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.{name} {rollout[name]}: with {user} only {allowed} is allowed"
+                )
     if settings.get("rule"):
         config.actor_rollout_ref.actor.policy_loss.rule = absolute(settings["rule"])
     # verl's ranks have the same state. Its trainer finds the checkpoint like this.

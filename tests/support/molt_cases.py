@@ -471,6 +471,7 @@ MISTAKES = """
 --policy_loss bapo --actor.eps_clip_low_high 0.2 0.3 => : not allowed
 --policy_loss bapo --bapo.ratio_lower_max 1.2 => --bapo.ratio_lower_max 1.2 ... <= 1
 --policy_loss bapo --rollout.top_p 0.9 => : ... --policy_loss bapo: 1.0
+--policy_loss bapo --rollout.temperature 0.005 => : ... --policy_loss bapo: from 0.01 to 2
 --policy_loss bapo --actor.dual_clip 0.9 => : allowed: above 1
 --policy_loss bap0 => --policy_loss ... 'bap0'
 --bapo.preset paper => : allowed only with --policy_loss bapo

@@ -411,11 +411,15 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         said = f"{weights}.{wrong.replace('=', ' ')}: with policy_loss.tapered {allowed} is allowed"
         assert code == 2 and error.count("\n") == 1 and said in error, error
     bypass, rollout = [*ours, f"{weights}.bypass_mode=True"], "actor_rollout_ref.rollout"
-    for given, user in ((bypass, f"{weights}.bypass_mode"), (tapered, "policy_loss.tapered")):
-        for name, value, allowed in (("top_p", "0.9", 1), ("top_k", "50", -1)):
-            code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
-            said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
-            assert code == 2 and error.count("\n") == 1 and said in error, error
+    for given, user, name, value, allowed in (
+        (bypass, f"{weights}.bypass_mode", "top_p", "0.9", 1),
+        (bypass, f"{weights}.bypass_mode", "top_k", "50", -1),
+        (bypass, f"{weights}.bypass_mode", "temperature", "0.0", "from 0.01 to 2"),
+        (tapered, "policy_loss.tapered", "top_p", "0.9", 1),
+    ):
+        code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
+        said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
+        assert code == 2 and error.count("\n") == 1 and said in error, error
     assert one_line_of([*bypass, f"{rollout}.top_k=0"], monkeypatch, capsys) == (None, "")
     assert one_line_of([*ours, f"{rollout}.top_p=0.9"], monkeypatch, capsys) == (None, "")
     for wrong, said in (
