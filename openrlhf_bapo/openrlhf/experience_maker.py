@@ -192,6 +192,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         if isinstance(rollout_samples, RolloutSamples):
             self.unfinished, self.buffer = rollout_samples.unfinished, rollout_samples.buffer
             self._metrics |= rollout_samples.metrics
+        self._metrics |= _take_uncommon_logs(rollout_samples)
         self.fresh = super().make_experience_batch(rollout_samples)
         if self.pool is None:
             return self.fresh
@@ -303,6 +304,21 @@ def _generated_first(action_mask: torch.Tensor, *tensors: torch.Tensor) -> tuple
     """Return an order of the tokens in which generated ones come first, [batch, actions], and tensors in that order."""
     order = (action_mask == 0).sort(dim=-1, stable=True).indices
     return order, [tensor.gather(-1, order) for tensor in tensors]
+
+
+def _take_uncommon_logs(samples: list[Experience]) -> dict[str, float]:
+    """Take out what the reward or the agent logs for some samples only, and return the mean over those by name.
+
+    Upstream counts the other samples as 0, or drops the name. Its ranks then add up different metrics.
+    """
+    values: dict[str, list[torch.Tensor]] = {}
+    for sample in samples:
+        for name, value in sample.info.items():
+            values.setdefault(name, []).append(value)
+    uncommon = {name: found for name, found in values.items() if len(found) < len(samples)}
+    for sample in samples:
+        sample.info = {name: value for name, value in sample.info.items() if name not in uncommon}
+    return {name: torch.cat(found).float().mean().item() for name, found in uncommon.items()}
 
 
 def _interleaved(fresh: list[Experience], replayed: list[Experience]) -> list[Experience]:

@@ -183,8 +183,9 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             RuntimeError: if more groups are dropped than `--reward_fault.max_drop_rate` allows.
         """
         self._lost[fault.kind] += 1
-        self._has_lost_groups = True
-        self.untrained["unrewarded"] += self._next_evaluation_place is None
+        if self._next_evaluation_place is None:
+            self._has_lost_groups = True
+            self.untrained["unrewarded"] += 1
         logger.warning(f"a prompt group has no reward and is dropped: {fault.text}")
         rate = self.args.reward_fault.max_drop_rate
         if num_lost > rate * batch_size:

@@ -1,5 +1,7 @@
 """Changes to OpenRLHF's trainers around a training step: policy versions, logs, checkpoints of our pools."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,6 +82,7 @@ def _seed_the_order_and_plan_replayed_steps(ppo_trainer: Any) -> None:
         prompts, *rest, max_steps = upstream(strategy, tokenizer)
         # OpenRLHF's loader seeds its generator from the clock. A resumed run then loads the generator's saved state.
         prompts.sampler.generator.manual_seed(strategy.args.train.seed)
+        _begin_other_data_at_the_start(prompts)
         # The length of the learning-rate schedule. OpenRLHF computes it from the fresh samples alone.
         return prompts, *rest, int(max_steps * (1 + strategy.args.replay.ratio))
 
@@ -109,6 +112,29 @@ def _find_data_sources_by_place(ppo_trainer: Any) -> None:
         return upstream(rows, placed, n_samples_per_prompt)
 
 
+def _begin_other_data_at_the_start(loader: Any) -> None:
+    """Let a resumed run begin its prompts at the start if they are not those of the checkpoint.
+
+    OpenRLHF's loader would leave out as many of the new prompts, in a random order, as had been drawn before.
+    """
+    state_dict, load_state_dict = loader.state_dict, loader.load_state_dict
+    rows = json.dumps([loader.dataset.prompts, loader.dataset.labels], default=str)
+    digest = hashlib.sha256(rows.encode()).hexdigest()[:16]
+
+    def load(state: dict) -> None:
+        if state.get("prompts", digest) == digest:
+            load_state_dict({name: value for name, value in state.items() if name != "prompts"})
+        else:
+            print(
+                "openrlhf-bapo: warning: --data.prompt_dataset: the prompts, or how they are made, are not those of "
+                "the checkpoint, so this run begins them at the start",
+                flush=True,
+            )
+
+    loader.state_dict = lambda: state_dict() | {"prompts": digest}
+    loader.load_state_dict = load
+
+
 def _resume_after_the_data(trainer: type) -> None:
     @in_place_of(trainer, "init_checkpoint_states")
     def init_checkpoint_states(upstream: Any, self: Any) -> dict:
@@ -116,6 +142,8 @@ def _resume_after_the_data(trainer: type) -> None:
         if hasattr(self, "samples_generator"):  # not in async training, see `_restore_num_prompts_async`
             self.samples_generator.num_prompts = states["total_consumed_prompts"]
         has_waiting = load_pools(self)
+        if self.args.algo.kl.target:  # else the coefficient is that of the flag
+            self.kl_ctl.value = states.get("kl_coef", self.kl_ctl.value)
         # OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
         if states["data_loader_state_dict"].get("_iterator_finished") and not has_waiting:
             states["episode"] += 1
@@ -146,6 +174,7 @@ def _save_pools_first(trainer: Any) -> None:
     def async_run_method(upstream: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         if method_name == "save_checkpoint":
             save_pools(trainer, kwargs["tag"])
+            kwargs["client_states"] = kwargs["client_states"] | {"kl_coef": trainer.kl_ctl.value}
         return upstream(method_name, *args, **kwargs)
 
 
@@ -159,8 +188,12 @@ def _send_a_frozen_actor_no_samples(trainer: Any) -> None:
     @in_place_of(trainer.actor_model_group, "async_run_method_batch")
     def async_run_method_batch(upstream: Any, method_name: str, **batches: Any) -> list:
         global_step = trainer.counted["before"] + trainer.counted["made"]
-        is_frozen = global_step <= trainer.args.critic.freezing_steps
-        return [] if method_name == "append" and is_frozen else upstream(method_name, **batches)
+        if method_name != "append" or global_step > trainer.args.critic.freezing_steps:
+            return upstream(method_name, **batches)
+        maker = trainer.experience_maker
+        if maker.pool is not None:  # its groups have these advantages too; one version later all are expired
+            maker.pool.sample(0, maker.policy_version + trainer.args.replay.max_staleness + 1)
+        return []
 
 
 def _add_our_metrics(trainer: type) -> None:

@@ -74,6 +74,9 @@ class _CurrentResponse:
     versions: list[list[int]] = field(default_factory=list)
     """For each of its `generate` calls, the policy version of each token."""
 
+    tokens: list[list[int]] = field(default_factory=list)
+    """For each of its `generate` calls, the tokens; [] before the call has ended."""
+
 
 _RESPONSE: contextvars.ContextVar[_CurrentResponse] = contextvars.ContextVar("response")
 
@@ -110,15 +113,19 @@ class VersionedEngine:
         if self.compared is not None and response.is_trained_on:
             _refuse_other_distribution(sampling_params, *self.compared)
         versions: list[int] = []
+        tokens: list[int] = []
         if response.seed_name is not None:
             # The turns of an agent are calls for one response, and must not use the same random numbers.
             call_name = f"{response.seed_name} {len(response.versions)}"
             sampling_params.seed = random.Random(call_name).getrandbits(62)
         response.versions.append(versions)
+        response.tokens.append(tokens)
         async for output in self._engine.generate(prompt, sampling_params, **kwargs):
             num_new = len(output.outputs[0].token_ids) - len(versions)
             versions.extend([self.num_weight_updates] * num_new)
             yield output
+        if versions:
+            tokens += output.outputs[0].token_ids
 
 
 def _refuse_other_distribution(asked: Any, flag: str, of_run: Any) -> None:
@@ -129,6 +136,29 @@ def _refuse_other_distribution(asked: Any, flag: str, of_run: Any) -> None:
                 f"--train.agent_func_path: the agent samples with {name} {value}, which changes the engine's "
                 f"log-probs, and {flag} compares them with the actor's; allowed: {wanted[name]}"
             )
+
+
+def _refuse_other_log_probs(response: dict, sampled: list[list[int]], compared: tuple[str, Any] | None) -> None:
+    """Refuse a response without one log-prob per token, or where they count, with tokens that were not sampled.
+
+    An agent that makes tokens of the engine's text gets others than the engine sampled.
+
+    Args:
+        sampled: the tokens of each call of the engine.
+        compared: as `VersionedEngine.compared`.
+    """
+    tokens, log_probs = response["observation_tokens"], response.get("rollout_log_probs")
+    if log_probs is not None and len(log_probs) != len(tokens):
+        raise RuntimeError(
+            f"--train.agent_func_path: the agent returned {len(log_probs)} rollout_log_probs for {len(tokens)} "
+            "observation_tokens; allowed: one per token, 0 for those that the engine did not sample"
+        )
+    actions = [list(tokens[start:end]) for start, end in response["action_ranges"]]
+    if compared is not None and actions != sampled and [*map(len, actions)] == [*map(len, sampled)]:
+        raise RuntimeError(
+            "--train.agent_func_path: the agent's actions are not the tokens that the engine sampled, and "
+            f"{compared[0]} compares the engine's log-probs with the actor's; allowed: its token_ids as they are"
+        )
 
 
 def _distribution(sampling_params: Any) -> dict[str, Any]:
@@ -203,6 +233,9 @@ async def generate_responses(
             number of the response.
         max_length: maximum length of prompt and response together, in tokens.
 
+    Raises:
+        RuntimeError: if the log-probs of a response that is trained on are not those of its tokens.
+
     Returns:
         Upstream's dict per response, with two keys more: "versions", a list per action range with the version of each
         token, and "place", the prompt's place or None. "truncated" is True also if an agent's feedback left no room for
@@ -228,6 +261,8 @@ async def generate_responses(
         # Tokens that an agent got from elsewhere have no version. They count as generated now.
         is_ours = [len(versions) for versions in current.versions] == lengths
         versions = current.versions if is_ours else [[self.llm.num_weight_updates] * n for n in lengths]
+        if is_trained_on:
+            _refuse_other_log_probs(response, current.tokens, self.llm.compared)
         # OpenRLHF's executor of agents sets max_tokens to the room that is left, and ends where there is none.
         has_no_room = params.max_tokens is not None and params.max_tokens <= 0
         is_truncated = response.get("truncated", False) or has_no_room

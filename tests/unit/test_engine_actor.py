@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
+from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, PlacedPrompt, VersionedEngine, _CurrentResponse
 
 
 class EngineCore:
@@ -118,6 +118,42 @@ def test_tokens_that_an_agent_got_elsewhere_have_the_engines_present_version():
     actor.executor, actor.llm.num_weight_updates = Executor(), 3
     (response,) = asyncio.run(actor.generate_responses("1+2=", "3", params, 9, None))
     assert response["versions"] == [[4] * 3, [4] * 2]
+
+
+ALIGNED = dict(observation_tokens=[4, 5, 6, 9], action_ranges=[(1, 3)], rollout_log_probs=[0.0, -1.0, -2.0, 0.0])
+MISALIGNED = {
+    "the actions' log-probs alone": (dict(rollout_log_probs=[-1.0, -2.0]), "2 rollout_log_probs for 4 obs"),
+    "tokens made of text": (dict(observation_tokens=[4, 5, 7, 9]), "not the tokens that the engine sampled"),
+}
+
+
+def response_of_an_agent(place: int, **changes) -> dict:
+    """Return a response in training (place 0) or in an evaluation (-1), for which the engine sampled tokens 5 and 6."""
+
+    class Engine:
+        async def generate(self, *_, **__):
+            for tokens in ([5], [5, 6]):
+                yield Namespace(outputs=[Namespace(token_ids=tokens)])
+
+    class Executor:
+        async def execute(self, llm_engine, sampling_params, **_) -> dict:
+            await llm_engine.generate([4], sampling_params)
+            return ALIGNED | changes
+
+    actor = make_actor()
+    actor.llm, actor.executor = VersionedEngine(Engine()), Executor()
+    actor.llm.compared = "--offpolicy.ratio_base auto", SamplingParams()
+    (response,) = asyncio.run(actor.generate_responses(PlacedPrompt(place, ""), "", SamplingParams(), 9, None))
+    return response
+
+
+@pytest.mark.parametrize("fault", MISALIGNED)
+def test_an_agents_log_probs_that_are_not_those_of_its_tokens_are_refused_in_training(fault):
+    changes, said = MISALIGNED[fault]
+    assert response_of_an_agent(0)["versions"] == [[0, 0]]
+    assert response_of_an_agent(-1, **changes)["versions"] == [[0, 0]]
+    with pytest.raises(RuntimeError, match=f"--train.agent_func_path: .*{said}"):
+        response_of_an_agent(0, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -413,6 +413,22 @@ def test_only_names_that_the_reward_logs_for_all_samples_are_logged(tmp_path):
     assert {"old", "new"}.isdisjoint(batch.info) and sorted(batch.info["both"]) == [2.0] * 16 + [3.0] * 16
 
 
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_what_a_reward_logs_for_some_samples_only_is_their_mean(tmp_path, ratio):
+    maker = make_maker(tmp_path, replay__ratio=ratio, train__micro_batch_size=1, rollout__micro_batch_size=1)
+    responses = [
+        [
+            pipeline.response(2, float(i)) | {"extra_logs": {"all": 1.0} | ({"some": 3.0 * i} if i % 2 else {})}
+            for i in range(NUM_SAMPLES)
+        ]
+        for _ in range(4)
+    ]
+    batches = maker.make_experience_batch([sample for group in responses for sample in generated(maker, group)])
+    metrics = maker.metrics()
+    assert metrics["some"] == (3 + 9) / 2 and metrics.get("replay/logs_dropped", 0) == 0
+    assert all("some" not in batch.info and "all" in batch.info for batch in batches)
+
+
 def test_expired_groups_are_not_drawn_and_do_not_count_when_whole_optimizer_steps_are_planned(tmp_path):
     maker = make_maker(tmp_path, replay__ratio=1, replay__max_staleness=1)
     publish(maker, 1)

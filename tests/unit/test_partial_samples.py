@@ -48,7 +48,7 @@ class ScriptedEngine:
 
         self.executor = SingleTurnAgentExecutor(str(directory / "reward.py"))
         under_way = Namespace(request_states={"under way": None})
-        self.llm = Namespace(num_weight_updates=0, output_processor=under_way, abort=self._abort)
+        self.llm = Namespace(num_weight_updates=0, compared=None, output_processor=under_way, abort=self._abort)
         self.lengths, self.min_tokens, self.random = lengths, 1, random.Random(0)
         self.is_stopping, self.num_generated, self.seed_names, self.params = False, Counter(), [], []
         executed_at_once = {

@@ -25,8 +25,8 @@ def loader(tmp_path_factory):
     with open(directory / "train.jsonl", "w") as file:
         file.writelines(json.dumps({"input": str(n), "label": ""}) + "\n" for n in range(NUM_PROMPTS))
 
-    def make(seed: int):
-        args = pipeline.parse(pipeline.flags(directory, train__seed=seed, data__max_samples=NUM_PROMPTS))
+    def make(seed: int, num_prompts: int = NUM_PROMPTS):
+        args = pipeline.parse(pipeline.flags(directory, train__seed=seed, data__max_samples=num_prompts))
         strategy = get_strategy(args)
         tokenizer = get_tokenizer(str(directory / "model"), None, "left", strategy)
         return ppo_trainer.prepare_datasets(strategy, tokenizer)[0]
@@ -44,6 +44,17 @@ def test_the_order_of_prompts_follows_from_the_seed_and_differs_between_episodes
     assert episodes == [order(again), order(again)]
     assert sorted(episodes[0], key=int) == sorted(episodes[1], key=int) == [str(n) for n in range(NUM_PROMPTS)]
     assert len({tuple(o) for o in [*episodes, order(loader(8)), [str(n) for n in range(NUM_PROMPTS)]]}) == 4
+
+
+@pytest.mark.parametrize("num_prompts", [NUM_PROMPTS - 1, 15])
+def test_a_resumed_run_begins_other_prompts_at_the_start(loader, num_prompts, capsys):
+    before, other = loader(7), loader(7, num_prompts)
+    iterator = iter(before)
+    for _ in range(20):
+        next(iterator)
+    other.load_state_dict(before.state_dict())
+    assert "warning: --data.prompt_dataset: the prompts" in capsys.readouterr().out
+    assert sorted(order(other), key=int) == [str(n) for n in range(num_prompts)]
 
 
 def test_a_resumed_run_continues_with_the_order_of_the_unbroken_run_also_in_the_next_episode(loader):

@@ -110,6 +110,13 @@ def test_a_run_that_missing_rewards_ended_resumes_and_trains_on_every_prompt_onc
     assert all(sample.rewards is not None for batch in batches for sample in batch)
 
 
+def test_groups_that_an_evaluation_drops_are_no_groups_that_are_not_trained_on(generator_for):
+    generator = generator_for({1: NAN}, partial__token_budget=None)
+    generator.eval_dataloader = generator.prompts_dataloader
+    samples = generator.generate_eval_samples(**GENERATE)
+    assert len(samples) == 19 * NUM_SAMPLES and generator.untrained["unrewarded"] == 0
+
+
 def test_max_drop_rate_applies_to_each_batch_separately(generator_for):
     generator = generator_for({n: NAN for n in range(20) if n % 5 == 0}, reward_fault__max_drop_rate=0.5)
     assert len([*rollouts(generator)]) == 4

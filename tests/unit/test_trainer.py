@@ -149,6 +149,26 @@ def test_a_run_that_ends_after_any_step_resumes_and_trains_on_every_prompt_once_
         assert resumed.experience_maker.steps_by_version == [2 * step for step in range(len(steps) + 1)]
 
 
+@pytest.mark.parametrize(("flags", "expected"), [(dict(algo__kl__target=0.1), 0.3), ({}, 0.2)])
+def test_a_resumed_run_goes_on_with_the_coefficient_that_a_kl_target_has_led_to(directory, flags, expected):
+    def adapt(_) -> None:
+        ended.kl_ctl.value = 0.3
+
+    ended = make_trainer(directory, adapt, ckpt__save_steps=1, train__num_episodes=1, **flags)
+    ended.fit()
+    resumed = make_trainer(directory, ckpt__load_enable=True, algo__kl__init_coef=0.2, **flags)
+    resumed.init_checkpoint_states()
+    assert resumed.kl_ctl.value == expected
+
+
+def test_the_actors_first_step_replays_no_samples_of_the_steps_in_which_the_critic_trained_alone(directory):
+    flags = dict(critic__freezing_steps=1, replay__ratio=1, train__num_episodes=1)
+    trainer = make_trainer(directory, **flags, **{"no-replay.skip_uninformative": True})
+    trainer.fit()
+    # Replayed samples have no label, and steps 0 and 1 send the actor no samples.
+    assert [len(step) for step in trainer.actor_model_group.steps] == [4 * NUM_SAMPLES]
+
+
 @pytest.mark.parametrize("mode", ["budget", "plain"])
 def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(directory, mode):
     top_p = 0.9 if mode == "plain" else 1.0  # under a budget the ratio is against the engine's log-probs
