@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.callbacks import TrainerCallback
 
 from openrlhf_bapo.rules.clip_config import ClipConfig
 from openrlhf_bapo.rules.clip_rules import ClipRule, Tokens, share_weights
