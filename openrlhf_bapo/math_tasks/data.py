@@ -2,7 +2,8 @@ r"""Public mathematics datasets: from a published row to a problem and its final
 
 Keys and forms differ between datasets, and between copies of one dataset. All rows are read by the same rules:
 
-    problem    the first of `PROBLEM_KEYS` that has a value: text, or a chat of one user message
+    problem    the first of `PROBLEM_KEYS` that has a value: text, or a chat of one user message; after the text under
+               "context", if there is one
     answer     the first of `ANSWER_KEYS` that has a value: text, a number, a list of one answer, a `reward_model`
                with its `ground_truth`, or a worked solution with the answer in its last \boxed{}
 
@@ -186,6 +187,12 @@ def _has_mark(row: dict, dataset: MathDataset) -> bool:
     return isinstance(value, str) and re.search(pattern, value) is not None
 
 
+def _problem(row: dict, dataset: MathDataset) -> str:
+    problem = dataset.clean_problem(_problem_text(_first(row, PROBLEM_KEYS)[1])).strip()
+    context = _problem_text(_first(row, ["context"])[1])
+    return f"{context}\n{problem}" if context and problem else problem
+
+
 def _problem_text(value: object) -> str:
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict) and message.get("role") == "user"]
@@ -239,7 +246,7 @@ def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
         for name, other in DATASETS.items():
             if _has_mark(row, other):
                 raise UnusableRow(OTHER_DATASET + name)
-    problem = dataset.clean_problem(_problem_text(_first(row, PROBLEM_KEYS)[1])).strip()
+    problem = _problem(row, dataset)
     if not problem:
         raise UnusableRow("no problem text")
     if _IMAGE.search(problem) or any(value for key, value in row.items() if key.lower().startswith("image")):
@@ -250,7 +257,8 @@ def read_row(row: dict, dataset: MathDataset) -> tuple[str, str]:
         raise UnusableRow(NESTED) from None
     if answer.lower() == "proof":
         raise UnusableRow("asks for a proof")
-    label = re.sub(r"(?<!\\)\$", "", dataset.clean_answer(answer)).strip().removesuffix(".").rstrip()
+    label = re.sub(r"(?<!\\)\$", "", dataset.clean_answer(answer)).strip()
+    label = re.sub(r"(?<!\.)\.$", "", label).rstrip()
     if not label:
         raise UnusableRow("no answer")
     if label.lstrip("+-").lower() in _NO_VALUES:

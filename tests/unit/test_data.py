@@ -459,11 +459,11 @@ ROWS = {
     "an answer is written without dollar signs and full stop": (
         "math500",
         [
-            *answers("$69$,$84$", "\\$18.90", "[0, 1]", 2.5),
+            *answers("$69$,$84$", "\\$18.90", "[0, 1]", 2.5, "0.333..."),
             {"problem": "a", "final_answer": ["$(-\\infty, 0) \\cup\\{1\\}$."]},
             {"problem": "b", "Answer": 70},
         ],
-        ["69,84", "\\$18.90", "[0, 1]", "2.5", "(-\\infty, 0) \\cup\\{1\\}", "70"],
+        ["69,84", "\\$18.90", "[0, 1]", "2.5", "0.333...", "(-\\infty, 0) \\cup\\{1\\}", "70"],
         {},
     ),
     "Minerva keeps what its authors call a nonessential image": (
@@ -504,6 +504,12 @@ DAPO_PROMPT = PUBLISHED_FORMS["dapo-math"]["prompt"][0]["content"]
 )
 def test_a_problem_is_written_without_dapos_instruction_and_otherwise_unchanged(problem, written):
     assert read_problems([{"problem": problem, "answer": "4"}], DATASETS["dapo-math"]).usable == [(written, "4")]
+
+
+@pytest.mark.parametrize(("context", "start"), [("Let $x=4$.", "Let $x=4$.\n"), (None, ""), ("", "")])
+def test_a_problem_is_written_after_its_context(context, start):
+    row = {"context": context, "question": "Find $x$.", "final_answer": ["$4$"]}
+    assert read_problems([row], DATASETS["olympiadbench"]).usable == [(f"{start}Find $x$.", "4")]
 
 
 def test_csv_gives_the_same_as_json(tmp_path):
