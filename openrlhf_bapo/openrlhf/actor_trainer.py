@@ -119,7 +119,7 @@ def use_actor_trainer(upstream: Any) -> None:
         rule, args = self.trainer.rule, self.strategy.args
         if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
             save_clip_rule(args, tag, rule.state_dict())
-        ours = {"lora": adapter_settings(args)}
+        ours: dict[str, Any] = {"lora": adapter_settings(args)}
         if self.ema_model is not None:
             ours["averages"] = averaged_weights(self.ema_model)
         return save(self, tag, (client_states or {}) | ours, **kwargs)
