@@ -5,6 +5,7 @@ A mistake costs seconds here. Found by an engine, it costs minutes, or the run w
 
 import contextlib
 import importlib.util
+import math
 import os
 import socket
 import tempfile
@@ -19,6 +20,7 @@ from openrlhf_bapo.flags.input_files import (
     check_model,
     check_python_file,
     check_rows,
+    check_same_tokens,
     check_target_modules,
     count_rows,
     is_hub_name,
@@ -114,6 +116,24 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
     for name in ("actor.adam.lr", "critic.adam.lr"):
         if name in given and values[name] > 0.01:
             warn(f"--{name} {values[name]} is a high learning rate; usual: 1e-7 to 1e-4")
+    if (buffer := values["reward.overlong_buffer_len"]) is not None and values["rollout.max_new_tokens"] is None:
+        limit = values["data.max_len"]
+        warn(
+            f"--reward.overlong_buffer_len {buffer:g}: penalizes responses of more than {limit - buffer:g} tokens, and "
+            f"--data.max_len {limit} cuts them earlier, by their prompts; usual: with --rollout.max_new_tokens"
+        )
+    num_prompts = min(values["rollout.batch_size"], values["rollout.vllm_generate_batch_size"] or math.inf)
+    if (num_samples := num_prompts * values["rollout.n_samples_per_prompt"]) % values["train.batch_size"]:
+        warn(
+            f"--train.batch_size {values['train.batch_size']} does not divide a rollout's {num_samples} samples: the "
+            "gradients of those that fill no optimizer step are added to the next rollout's first"
+        )
+    evaluates = values["eval.dataset"] and values["eval.steps"] != -1
+    if values["train.async_enable"] and evaluates and values["ckpt.best_metric_key"] != "none":
+        warn(
+            "--train.async_enable: training goes on during an evaluation, so that a best checkpoint has the weights of "
+            "one or more steps after those that were evaluated; none is written with --ckpt.best_metric_key none"
+        )
     if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
 
@@ -201,6 +221,9 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
     if config is not None:
         text = config.get_text_config()
         _refuse_first(find_clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
+        for kind, names in (("critic", critics), ("reward", rewards)):
+            for name in filter(None, names):
+                check_same_tokens(f"--{kind}.model_name_or_path", name, actor)
         if args.ds.lora.rank and args.ds.lora.target_modules != "all-linear":
             check_target_modules(args.ds.lora.target_modules, config)
 

@@ -378,6 +378,21 @@ def check_model(flag: str, name: str, must_exist: bool, apply_chat_template: boo
     return config
 
 
+def check_same_tokens(flag: str, name: str, actor: str) -> None:
+    """Refuse a critic or reward model that reads the actor's tokens as others; names on the hub are not checked."""
+    if name == actor or not (Path(name).is_dir() and Path(actor).is_dir()):
+        return
+    from transformers import AutoTokenizer
+
+    ours, its = (AutoTokenizer.from_pretrained(folder, trust_remote_code=True).get_vocab() for folder in (actor, name))
+    for token, number in ours.items():
+        if its.get(token, number) != number:
+            raise FlagError(
+                f"{flag} {name}: gets the actor's tokens, of which {number} is {token!r}, and its tokenizer has that "
+                f"as {its[token]}; allowed: a model with the actor's tokenizer, or --reward.remote_url for rewards"
+            )
+
+
 def check_target_modules(names: list[str], config: Any) -> None:
     """Refuse names of `--ds.lora.target_modules` that a model lacks, which PEFT leaves out, or that it uses twice."""
     import torch

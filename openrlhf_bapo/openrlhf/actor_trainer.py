@@ -15,6 +15,7 @@ from openrlhf_bapo.openrlhf.rule_windows import RuleWindows
 from openrlhf_bapo.openrlhf.settings import is_off_policy
 from openrlhf_bapo.openrlhf.token_dump import TokenDumps
 from openrlhf_bapo.openrlhf.training_pass import PassPart
+from openrlhf_bapo.openrlhf.workarounds import averaged_weights, set_averaged_weights
 from openrlhf_bapo.rules.clip_rules import FixedBounds
 from openrlhf_bapo.rules.settings import clip_rule_from_args
 from openrlhf_bapo.rules.update_windows import UpdateWindowLoader
@@ -107,6 +108,9 @@ def use_actor_trainer(upstream: Any) -> None:
     def init_model_from_pretrained(init: Any, self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         init(self, strategy, *args, **kwargs)
         # The actor's first step follows the checkpoint, and the steps that train the critic alone.
+        averages = self.checkpoint_states.pop("averages", None)
+        if averages is not None and self.ema_model is not None:
+            set_averaged_weights(self.ema_model, averages)
         saved = self.checkpoint_states.get("global_step", 0)
         self.trainer.global_step = max(saved, strategy.args.critic.freezing_steps + 1)
 
@@ -115,7 +119,10 @@ def use_actor_trainer(upstream: Any) -> None:
         rule, args = self.trainer.rule, self.strategy.args
         if rule is not None and rule.follows_updates and self.strategy.is_rank_0():
             save_clip_rule(args, tag, rule.state_dict())
-        return save(self, tag, (client_states or {}) | {"lora": adapter_settings(args)}, **kwargs)
+        ours: dict[str, Any] = {"lora": adapter_settings(args)}
+        if self.ema_model is not None:
+            ours["averages"] = averaged_weights(self.ema_model)
+        return save(self, tag, (client_states or {}) | ours, **kwargs)
 
     upstream.ActorPPOTrainer = BapoActorTrainer
     upstream.DataLoader = UpdateWindowLoader

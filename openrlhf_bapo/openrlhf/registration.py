@@ -27,6 +27,8 @@ SEAMS = (
     ("openrlhf.utils.agent", "reward_calls.use_reward_calls"),
     ("openrlhf.utils.utils", "workarounds.know_fp32"),
     ("openrlhf.utils.deepspeed.deepspeed", "workarounds.accumulate_dynamic_batches"),
+    ("openrlhf.utils.deepspeed.deepspeed", "workarounds.average_in_float32"),
+    ("openrlhf.utils.deepspeed.deepspeed", "workarounds.resume_with_the_given_settings"),
     ("openrlhf.utils.deepspeed.deepspeed", "workarounds.train_without_a_compiler"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", "workarounds.plan_steps_for_all_samples"),
     ("openrlhf.trainer.ray.launcher", "workarounds.hold_the_ranks_port"),

@@ -169,7 +169,7 @@ def newest_whole_checkpoint(args: Namespace) -> tuple[str | None, str]:
             continue  # the run was killed while it wrote this checkpoint
         try:
             for folder in folders:
-                _check_adapter(folder / tag, _check_files(folder / tag), args)
+                _check_head(folder / tag, _check_files(folder / tag), args)
             for load in (load_saved_pool, load_sample_buffer, load_unfinished, load_clip_rule):
                 load(args, tag)
         except SavedStateError as error:
@@ -200,7 +200,9 @@ def adapter_settings(args: Namespace) -> dict[str, str]:
     }
 
 
-def _check_adapter(folder: Path, head: dict, args: Namespace) -> None:
+def _check_head(folder: Path, head: dict, args: Namespace) -> None:
+    if args.train.enable_ema and folder.parent.name == "_actor" and "averages" not in head:
+        raise SavedStateError(f"{folder} has no averaged weights, and this run has --train.enable_ema")
     now = adapter_settings(args)
     for flag, value in head.get("lora", now).items():
         if value != now.get(flag, value):

@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import threading
-from types import ModuleType
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +72,60 @@ def accumulate_dynamic_batches(deepspeed_strategy: ModuleType) -> None:
         if self.use_dynamic_batch and self.stage in (1, 2):
             config["managed_gradient_accumulation"] = False
         return config
+
+
+def resume_with_the_given_settings(deepspeed_strategy: ModuleType) -> None:
+    """Let a resumed run train with its own learning rate, betas, epsilon, momentum and weight decay.
+
+    DeepSpeed restores those of the run that wrote the checkpoint, so that OpenRLHF ignores the flags.
+    """
+
+    @in_place_of(deepspeed_strategy.DeepspeedStrategy, "load_ckpt")
+    def load_ckpt(upstream: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        names = ("betas", "eps", "momentum", "weight_decay")
+        given = [{name: group[name] for name in names if name in group} for group in model.optimizer.param_groups]
+        scheduler, base_lrs = model.lr_scheduler, model.lr_scheduler.base_lrs
+        loaded = upstream(self, model, *args, **kwargs)
+        scheduler.base_lrs = base_lrs
+        # The schedule goes on from the checkpoint's step.
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [lr * factor for lr, factor in zip(base_lrs, factors, strict=True)]
+        for group, settings, lr in zip(model.optimizer.param_groups, given, scheduler._last_lr, strict=True):
+            group.update(settings, lr=lr)
+        return loaded
+
+
+def average_in_float32(deepspeed_strategy: ModuleType) -> None:
+    """Keep the averaged weights (`--train.enable_ema`) in float32, and round them to the model's type.
+
+    OpenRLHF averages in the model's type. In bf16 the step of an update, 0.8% of the distance by default, rounds to
+    nothing, so that the average, which is the saved model, keeps most of its initial weights.
+    """
+
+    @in_place_of(deepspeed_strategy.DeepspeedStrategy, "moving_average")
+    def moving_average(upstream: Any, self: Any, model: Any, model_ema: Any, *args: Any) -> None:
+        averages = averaged_weights(model_ema)
+
+        def weights() -> Iterator[SimpleNamespace]:
+            for weight in model.parameters():
+                yield SimpleNamespace(requires_grad=weight.requires_grad, data=weight.data.float())
+
+        upstream(self, SimpleNamespace(parameters=weights), SimpleNamespace(parameters=lambda: averages), *args)
+        set_averaged_weights(model_ema, averages)
+
+
+def averaged_weights(model_ema: Any) -> list[torch.Tensor]:
+    """Return the averages in float32, one per parameter; they begin as the model's weights."""
+    if not hasattr(model_ema, "averages"):
+        model_ema.averages = [weight.data.float() for weight in model_ema.parameters()]
+    return model_ema.averages
+
+
+def set_averaged_weights(model_ema: Any, averages: list[torch.Tensor]) -> None:
+    """Set the averages, and the model's weights to them."""
+    for average, given, weight in zip(averaged_weights(model_ema), averages, model_ema.parameters(), strict=True):
+        average.copy_(given)
+        weight.data.copy_(average)
 
 
 def train_without_a_compiler(deepspeed_strategy: ModuleType) -> None:

@@ -230,7 +230,7 @@ def step_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
 
 
 def frozen_copy_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
-    """Return the bf16 reference model and EMA copy.
+    """Return the bf16 reference model and EMA copy; the averages are in float32 too.
 
     Both have ZeRO stage 3 or 0 and `offload_param` (deepspeed_utils.get_eval_ds_config), always on for the EMA copy.
     Only stage 3 reads `offload_param`, so below ZeRO-3 both copies stay on the GPU.
@@ -242,7 +242,7 @@ def frozen_copy_terms(shape: ModelShape, setup: TrainingSetup) -> list[Term]:
         world = setup.zero_world_size if sharded else 1
         terms.append(shared_term("reference model", 2, elements, "parameters", world))
     if setup.enable_ema and not sharded:
-        terms.append(shared_term("EMA copy", 2, elements, "parameters"))
+        terms.append(shared_term("EMA copy", 6, elements, "parameters"))
     return terms
 
 

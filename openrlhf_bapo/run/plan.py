@@ -193,6 +193,9 @@ def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
         models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
         pool = _full_pool(args) if args.replay.ratio else None
         terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool, adapter)
+        if args.train.enable_ema:
+            size, formula = args.ckpt.max_num * 4 * n, f"{args.ckpt.max_num} x {n:,} parameters x 4 bytes"
+            terms["--ckpt.path"].append(Term("averaged weights", size, formula))
     return terms
 
 

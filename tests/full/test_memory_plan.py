@@ -362,7 +362,7 @@ def test_every_phase_of_training_has_all_its_terms(shape, stage, offloads, overl
     n, largest, vocabulary = shape.num_parameters, shape.largest_parameter, shape.vocab_size
     shared, quarter = stage == 3, -(-n // 4)
     weights = 2 * (quarter if shared else n) + shared * 2 * -(-n // 2)  # with ZeRO++'s copy
-    frozen = 2 * quarter if shared else 2 * 2 * n  # the reference, and below ZeRO-3 the EMA copy
+    frozen = 2 * quarter if shared else (2 + 6) * n  # the reference, and below ZeRO-3 the EMA copy
     bucket = 2 * (2 if overlaps and stage < 3 else 1) * 500_000_000 * (stage > 0)
     states = 12 * (n if stage == 0 else quarter)
     gradients = {0: 2 * n, 1: 2 * n}.get(stage, 2 * quarter)

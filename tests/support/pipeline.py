@@ -288,11 +288,11 @@ def train_policy_actors(
 
     Returns:
         One dict a rank: `statuses` (what `fit` reports, a training step each) and `status` (the last one), `weights`
-        (the model's, by name), `bounds` (per update: lower, upper), `searches` (per update: every field of ClipBounds,
-        and num_tokens, those with an advantage on this rank), `clamped` (per micro-batch: the bounds of the loss),
-        `behavior_log_probs` (per sample), `args` (as training left them), `num_hooks` (that watch the policy's and the
-        loss's forward after it), `trainer` (its class's module), `peak_memory` (in bytes). Its clock ticks once a
-        reading: what is reported in seconds counts what was timed.
+        (the model's, by name), `averages` (of `--train.enable_ema`), `bounds` (per update: lower, upper), `searches`
+        (per update: every field of ClipBounds, and num_tokens, those with an advantage on this rank), `clamped` (per
+        micro-batch: the bounds of the loss), `behavior_log_probs` (per sample), `args` (as training left them),
+        `num_hooks` (that watch the policy's and the loss's forward after it), `trainer` (its class's module),
+        `peak_memory` (in bytes). Its clock ticks once a reading: what is reported in seconds counts what was timed.
     """
     # Parsed here: it registers our parts, which "upstream" must not have.
     work = parse(argv), samples_by_rank, num_steps, save_after, precision
@@ -425,6 +425,7 @@ def _train_policy_actor(rank: int, num_ranks: int, port: int, argument) -> dict:
         "statuses": statuses,
         "status": statuses[-1],
         "weights": {name: p.detach().clone() for name, p in actor.actor.model.module.named_parameters()},
+        "averages": getattr(actor.ema_model, "averages", None),
         "bounds": [(found["lower"], found["upper"]) for found in searches],
         "searches": searches,
         "clamped": [tuple(torch.as_tensor(bound).tolist() for bound in bounds) for bounds in clamped],

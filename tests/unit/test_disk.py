@@ -39,6 +39,8 @@ def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_po
         "--ckpt.path": {"actor": 3 * 16 * n},
     }
     assert sizes(ckpt__max_num=5) == model | {"--ckpt.path": {"actor": 5 * 14 * n}}
+    averaged = {"--ckpt.path": {"actor": 3 * 14 * n, "averaged weights": 3 * 4 * n}}
+    assert sizes(train__enable_ema=True) == model | averaged
     for without in (dict(ckpt__save_steps=None), dict(ckpt__disable_ds=True)):
         assert sizes(**without) == model
     with_gae = sizes(algo__advantage__estimator="gae", replay__ratio=1, replay__capacity=100)["--ckpt.path"]

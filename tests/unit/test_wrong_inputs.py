@@ -153,6 +153,20 @@ def tokens_of_a_llama(**values):
     return change
 
 
+def with_other_tokens(flag: str, others: str):
+    """A fault: a model of this flag in whose tokenizer the digits 1 and 2 are exchanged."""
+
+    def fault(directory: Path, _) -> str:
+        other = shutil.copytree(directory / "model", directory / "other")
+        known = json.loads((other / "tokenizer.json").read_text())
+        vocabulary = known["model"]["vocab"]
+        vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+        (other / "tokenizer.json").write_text(json.dumps(known))
+        return f"--{flag} {other} {others}"
+
+    return fault
+
+
 def without(name: str):
     return lambda folder: (folder / name).unlink()
 
@@ -373,6 +387,14 @@ FAULTS = [
         "--algo.kl.use_loss 'False', but this run has --algo.kl.use_loss 'True' ... --replay.discard_saved",
         saved_pool("--algo.kl.use_loss --algo.kl.init_coef 0.01 --algo.kl.estimator k3"),
     ),
+    (
+        "--reward.model_name_or_path ... gets the actor's tokens, of which ... and its tokenizer has that as",
+        with_other_tokens("reward.model_name_or_path", "~reward.remote_url"),
+    ),
+    (
+        "--critic.model_name_or_path ... gets the actor's tokens, of which",
+        with_other_tokens("critic.model_name_or_path", "--algo.advantage.estimator gae"),
+    ),
     ("RAY_ADDRESS 127.0.0.1: ... no Ray cluster answers", ray_address("127.0.0.1:{}")),
     ("RAY_ADDRESS ray://127.0.0.1:", ray_address("ray://127.0.0.1:{}")),
     ("RAY_ADDRESS auto: no Ray cluster answers there", ray_address("auto")),
@@ -475,6 +497,24 @@ WARNINGS = [
         ),
     ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
+    (
+        "--reward.overlong_buffer_len 4: penalizes responses of more than 20 tokens, and --data.max_len 24 cuts",
+        "~rollout.max_new_tokens --reward.overlong_buffer_len 4",
+    ),
+    (
+        "--train.batch_size 24 does not divide a rollout's 64 samples: the gradients",
+        "--train.batch_size 24",
+    ),
+    (
+        "--train.batch_size 32 does not divide a rollout's 24 samples",
+        "--rollout.vllm_generate_batch_size 6",
+    ),
+    (
+        "so that a best checkpoint has the weights of one or more steps after those that were evaluated",
+        lambda directory, _: (
+            f"--policy_loss bapo --train.async_enable --eval.steps 5 --eval.dataset {directory}/train.jsonl"
+        ),
+    ),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
     ("has checkpoints, but without --ckpt.load_enable the run ignores them", checkpoint("")),
