@@ -128,12 +128,6 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
             f"--train.batch_size {values['train.batch_size']} does not divide a rollout's {num_samples} samples: the "
             "gradients of those that fill no optimizer step are added to the next rollout's first"
         )
-    evaluates = values["eval.dataset"] and values["eval.steps"] != -1
-    if values["train.async_enable"] and evaluates and values["ckpt.best_metric_key"] != "none":
-        warn(
-            "--train.async_enable: training goes on during an evaluation, so that a best checkpoint has the weights of "
-            "one or more steps after those that were evaluated; none is written with --ckpt.best_metric_key none"
-        )
     if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
 

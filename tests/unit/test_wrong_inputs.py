@@ -509,12 +509,6 @@ WARNINGS = [
         "--train.batch_size 32 does not divide a rollout's 24 samples",
         "--rollout.vllm_generate_batch_size 6",
     ),
-    (
-        "so that a best checkpoint has the weights of one or more steps after those that were evaluated",
-        lambda directory, _: (
-            f"--policy_loss bapo --train.async_enable --eval.steps 5 --eval.dataset {directory}/train.jsonl"
-        ),
-    ),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
     ("has checkpoints, but without --ckpt.load_enable the run ignores them", checkpoint("")),
