@@ -251,7 +251,7 @@ def _end_with(parent: int) -> None:
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before the call
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
