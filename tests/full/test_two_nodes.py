@@ -131,7 +131,13 @@ def test_a_recipe_submitted_from_outside_trains_on_two_nodes_on_responses_of_a_t
     with cluster.joined():
         # The command starts cold where the job runs.
         steps = run_tiny(
-            "async_partial", directory, "submitted", *flags, tree=pipeline.REPOSITORY, SUBMIT=cluster.jobs_url
+            "async_partial",
+            directory,
+            "submitted",
+            *flags,
+            tree=pipeline.REPOSITORY,
+            SUBMIT=cluster.jobs_url,
+            METHOD="bapo",
         )
     (log,) = (directory / "submitted").glob("train-*.log")
     assert cluster.jobs_url in log.read_text().splitlines()[0]
