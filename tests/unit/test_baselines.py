@@ -52,7 +52,7 @@ def test_a_fixed_baseline_is_openrlhfs_loss_at_its_bounds_against_bapos_ratio(re
     assert (args.policy_loss, args.actor.policy_loss_type) == ("ppo", "ppo")
     assert list(args.actor.eps_clip_low_high) == eps
     assert args.actor.entropy_coef == 0
-    assert args.offpolicy.ratio_base == arguments(recipe).offpolicy.ratio_base is not None
+    assert args.offpolicy.ratio_base == arguments(recipe, METHOD="bapo").offpolicy.ratio_base is not None
 
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
@@ -84,7 +84,7 @@ def test_bapo_and_bapo_gradient_differ_in_the_contribution_alone(recipe):
     default, bapo, gradient = (
         arguments(recipe, **env) for env in ({}, {"METHOD": "bapo"}, {"METHOD": "bapo_gradient"})
     )
-    assert default == bapo != gradient
+    assert bapo == (arguments(recipe, PRESET="paper") if "partial" in recipe else default) != gradient
     assert (bapo.bapo.contribution, gradient.bapo.contribution) == ("surrogate", "gradient")
     gradient.bapo.contribution = "surrogate"
     assert gradient == bapo
