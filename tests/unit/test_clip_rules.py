@@ -301,6 +301,8 @@ def in_trl(trainer: BapoGRPOTrainer, monkeypatch) -> list[tuple[torch.Tensor, to
             trainer.get_batch_samples(iter(trainer._buffered_inputs), num, "cpu")
         trainer._compute_loss(trainer.model, micro_batch).backward()
         found.append((1 - trainer.epsilon_low, 1 + trainer.epsilon_high, log_probs[step].grad))
+        if (step + 1) % num == 0:
+            trainer.callback_handler.on_optimizer_step(trainer.args, trainer.state, trainer.control)
     return found
 
 
