@@ -284,7 +284,8 @@ def test_replayed_samples_make_optimizer_steps_of_their_own_under_dynamic_batch(
 
 def test_the_learning_rate_schedule_has_room_for_replayed_steps():
     args = Namespace(replay=Namespace(ratio=0.5), train=Namespace(seed=0))
-    prompts = Namespace(sampler=Namespace(generator=torch.Generator()))
+    prompts = Namespace(sampler=Namespace(generator=torch.Generator()), dataset=Namespace(prompts=[], labels=[]))
+    prompts.state_dict = prompts.load_state_dict = None  # not called here
     ppo_trainer = Namespace(prepare_datasets=lambda strategy, tokenizer: (prompts, "evaluation", 100))
     _seed_the_order_and_plan_replayed_steps(ppo_trainer)
     assert ppo_trainer.prepare_datasets(Namespace(args=args), None) == (prompts, "evaluation", 150)
