@@ -70,6 +70,7 @@ def check(args: Namespace, given: set[str], depth: int) -> None:
     _check_useless(vars(args), given)
     _refuse_first(find_clashes(nested))
     _warn_of_values(vars(args), given)
+    _warn_of_left_samples(nested)
     _say_what_the_ratio_is_against(vars(args), nested, given)
     if depth >= FILES:
         is_training = depth == MACHINE
@@ -100,6 +101,20 @@ def _check_useless(values: dict, given: set[str]) -> None:
             raise FlagError(f"--reward_fault.{name} {value:g}: does nothing without {needed}")
 
 
+def _warn_of_left_samples(args: Namespace) -> None:
+    """Warn of samples of each rollout that fill no optimizer step."""
+    num_prompts = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size or math.inf)
+    num_samples, size = num_prompts * args.rollout.n_samples_per_prompt, args.train.batch_size
+    if num_samples % size:
+        # With a clip rule, replay or a dynamic batch a short rollout is cut to whole steps; a long one was refused.
+        is_cut = has_clip_rule(args) or args.replay.ratio or args.train.dynamic_batch_enable
+        effect = "are left out" if is_cut else "add their gradients to the next rollout's first step"
+        warn(
+            f"--train.batch_size {size} does not divide a rollout's {num_samples} samples: those that fill no optimizer "
+            f"step {effect}"
+        )
+
+
 def _warn_of_values(values: dict, given: set[str]) -> None:
     """Warn of OpenRLHF's flags that do nothing, or that are probably not meant."""
     for name in ("eval.steps", "eval.temperature", "eval.n_samples_per_prompt"):
@@ -121,12 +136,6 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
         warn(
             f"--reward.overlong_buffer_len {buffer:g}: penalizes responses of more than {limit - buffer:g} tokens, and "
             f"--data.max_len {limit} cuts them earlier, by their prompts; usual: with --rollout.max_new_tokens"
-        )
-    num_prompts = min(values["rollout.batch_size"], values["rollout.vllm_generate_batch_size"] or math.inf)
-    if (num_samples := num_prompts * values["rollout.n_samples_per_prompt"]) % values["train.batch_size"]:
-        warn(
-            f"--train.batch_size {values['train.batch_size']} does not divide a rollout's {num_samples} samples: the "
-            "gradients of those that fill no optimizer step are added to the next rollout's first"
         )
     if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
