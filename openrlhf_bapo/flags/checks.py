@@ -110,8 +110,8 @@ def _warn_of_left_samples(args: Namespace) -> None:
         is_cut = has_clip_rule(args) or args.replay.ratio or args.train.dynamic_batch_enable
         effect = "are left out" if is_cut else "add their gradients to the next rollout's first step"
         warn(
-            f"--train.batch_size {size} does not divide a rollout's {num_samples} samples: those that fill no optimizer "
-            f"step {effect}"
+            f"--train.batch_size {size} does not divide a rollout's {num_samples} samples: those that fill no "
+            f"optimizer step {effect}"
         )
 
 

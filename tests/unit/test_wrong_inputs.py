@@ -502,11 +502,11 @@ WARNINGS = [
         "~rollout.max_new_tokens --reward.overlong_buffer_len 4",
     ),
     (
-        "--train.batch_size 24 does not divide a rollout's 64 samples: those that fill no optimizer step add their",
+        "--train.batch_size 24 does not divide a rollout's 64 samples: those that fill no optimizer step add",
         "--train.batch_size 24",
     ),
     (
-        "--train.batch_size 32 does not divide a rollout's 24 samples: those that fill no optimizer step are left",
+        "--train.batch_size 32 does not divide a rollout's 24 samples: those that fill no optimizer step are",
         "--policy_loss bapo --rollout.vllm_generate_batch_size 6",
     ),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
