@@ -44,7 +44,7 @@ def test_every_recipe_passes_both_sides_checks_and_fits_its_machine(capsys, scri
     output = "\n".join(lines)
     assert code == 0 and lines[-1] == "everything fits"
     assert re.search(rf"GPUs +{gpus}", output) and f"{billions} billion parameters" in output
-    assert "policy_loss: bapo" in output and "remote_url=" in output
+    assert f"policy_loss: {'ppo' if 'partial' in script else 'bapo'}" in output and "remote_url=" in output
     assert re.search("optimizer steps per rollout +4,", output)
     # The table of docs/recipes.md has these figures.
     phases = {name: float(size) for size, name in re.findall(r"^ +([\d.]+) GiB  (\w[^=\n]*)$", output, re.MULTILINE)}
