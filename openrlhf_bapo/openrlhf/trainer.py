@@ -113,25 +113,32 @@ def _find_data_sources_by_place(ppo_trainer: Any) -> None:
 
 
 def _begin_other_data_at_the_start(loader: Any) -> None:
-    """Let a resumed run begin its prompts at the start if they are not those of the checkpoint.
+    """Let a resumed run begin its prompts at the start if they do not begin with those of the checkpoint.
 
-    OpenRLHF's loader would leave out as many of the new prompts, in a random order, as had been drawn before.
+    OpenRLHF's loader would leave out as many of the new prompts, in a random order, as had been drawn before. To data
+    that have only grown it does the same, which keeps the number of training steps.
     """
     state_dict, load_state_dict = loader.state_dict, loader.load_state_dict
-    rows = json.dumps([loader.dataset.prompts, loader.dataset.labels], default=str)
-    digest = hashlib.sha256(rows.encode()).hexdigest()[:16]
+    rows = [*zip(loader.dataset.prompts, loader.dataset.labels, strict=True)]
+
+    def digest(num: int) -> str:
+        return hashlib.sha256(json.dumps(rows[:num], default=str).encode()).hexdigest()[:16]
+
+    known = [len(rows), digest(len(rows))]
 
     def load(state: dict) -> None:
-        if state.get("prompts", digest) == digest:
-            load_state_dict({name: value for name, value in state.items() if name != "prompts"})
-        else:
-            print(
-                "openrlhf-bapo: warning: --data.prompt_dataset: the prompts, or how they are made, are not those of "
-                "the checkpoint, so this run begins them at the start",
-                flush=True,
-            )
+        num, of_checkpoint = state.get("prompts", known)
+        if of_checkpoint != digest(num):
+            warn("are not those of the checkpoint, or their template, so this run begins them at the start")
+            return
+        if num < len(rows):
+            warn(f"were {num} at the checkpoint and are {len(rows)}, so this episode draws some twice, others never")
+        load_state_dict({name: value for name, value in state.items() if name != "prompts"})
 
-    loader.state_dict = lambda: state_dict() | {"prompts": digest}
+    def warn(effect: str) -> None:
+        print(f"openrlhf-bapo: warning: --data.prompt_dataset: the prompts {effect}", flush=True)
+
+    loader.state_dict = lambda: state_dict() | {"prompts": known}
     loader.load_state_dict = load
 
 

@@ -46,15 +46,26 @@ def test_the_order_of_prompts_follows_from_the_seed_and_differs_between_episodes
     assert len({tuple(o) for o in [*episodes, order(loader(8)), [str(n) for n in range(NUM_PROMPTS)]]}) == 4
 
 
-@pytest.mark.parametrize("num_prompts", [NUM_PROMPTS - 1, 15])
-def test_a_resumed_run_begins_other_prompts_at_the_start(loader, num_prompts, capsys):
-    before, other = loader(7), loader(7, num_prompts)
+def resumed_order(loader, num_before: int, num_prompts: int) -> list[str]:
+    """The prompts of a run with `num_prompts` that resumes one with `num_before`, of which 20 have been drawn."""
+    before, resumed = loader(7, num_before), loader(7, num_prompts)
     iterator = iter(before)
     for _ in range(20):
         next(iterator)
-    other.load_state_dict(before.state_dict())
-    assert "warning: --data.prompt_dataset: the prompts" in capsys.readouterr().out
-    assert sorted(order(other), key=int) == [str(n) for n in range(num_prompts)]
+    resumed.load_state_dict(before.state_dict())
+    return order(resumed)
+
+
+@pytest.mark.parametrize("num_prompts", [NUM_PROMPTS - 1, 15])
+def test_a_resumed_run_begins_other_prompts_at_the_start(loader, num_prompts, capsys):
+    prompts = resumed_order(loader, NUM_PROMPTS, num_prompts)
+    assert sorted(prompts, key=int) == [str(n) for n in range(num_prompts)]
+    assert "warning: --data.prompt_dataset: the prompts are not those of the checkpoint" in capsys.readouterr().out
+
+
+def test_a_resumed_run_with_more_prompts_goes_on(loader, capsys):
+    assert len(resumed_order(loader, 30, NUM_PROMPTS)) == NUM_PROMPTS - 20
+    assert "the prompts were 30 at the checkpoint and are 50" in capsys.readouterr().out
 
 
 def test_a_resumed_run_continues_with_the_order_of_the_unbroken_run_also_in_the_next_episode(loader):
