@@ -160,15 +160,20 @@ def rate_lines(runs: Path) -> list[str]:
     return ["Late by 8 by rate, seeds 200 to 204", "", *markdown(["method", *(f"{r:g}" for r in rates)], rows)]
 
 
-def through_pipeline_lines(runs: Path) -> list[str]:
-    """Return Markdown: the candidates' regimes that ran through the pipeline, beside the other rules there."""
+def through_pipeline_lines(runs: Path) -> tuple[list[str], list[str]]:
+    """Return Markdown: the candidates' regimes that ran through the pipeline, beside the other rules there.
+
+    And a line for each method that lacks a cell.
+    """
     table: Table = {}
+    lines: list[str] = []
     for name, folder in (("protocol", Path("runs/late_data/protocol")), ("tapered", runs)):
         cells = read_cells(HERE / f"{name}.toml", "pipeline*")
-        found, _ = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), STAGES["pipeline"])
+        found, missing = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), STAGES["pipeline"])
         for regime, by_method in found.items():
             table.setdefault(regime, {}).update(by_method)
-    return pipeline_lines({regime: table[regime] for regime in table if table[regime].keys() & {*CANDIDATES}})
+        lines += [line for of_regime in missing.values() for line in of_regime]
+    return pipeline_lines({regime: table[regime] for regime in table if table[regime].keys() & {*CANDIDATES}}), lines
 
 
 def draw(table: Table, out: Path):
@@ -190,10 +195,12 @@ PICTURE = HERE.parents[1] / "docs" / "pictures" / "tapered.png"
 def page(runs: Path) -> str:
     """Return TAPERED.md: the tables of the regimes that lack no cell, and which cells are missing."""
     table, left_out = whole_regimes(runs)
+    through_pipeline, left_out_there = through_pipeline_lines(runs)
+    left_out += left_out_there
     intro = "PROTOCOL.md has the plan. `tapered.py` writes this page."
     missing = ["Missing", "", *(f"- {line.removeprefix('Left out: ')}" for line in left_out)] if left_out else []
     lines = ["# Tapered weights: the planned tests", "", intro, "", *(lines_of(table) if table else []), ""]
-    return "\n".join([*lines, *rate_lines(runs), *through_pipeline_lines(runs), *missing]).rstrip() + "\n"
+    return "\n".join([*lines, *rate_lines(runs), *through_pipeline, *missing]).rstrip() + "\n"
 
 
 def main() -> None:
