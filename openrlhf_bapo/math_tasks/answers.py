@@ -95,7 +95,8 @@ class Answer:
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
-_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$]*(?:\w\s*(?:=|is)[\s$]*)?")
+_SPACES = r"(?:[\s$*,;]|\\[ ,;()\[\]]|\\q?quad)*"  # "\boxed{3}\) and \(\boxed{4}", "\boxed{3} \quad \boxed{4}"
+_BETWEEN_BOXES = re.compile(rf"{_SPACES}(?:and|or|\\text ?\{{ *(?:and|or) *\}})?{_SPACES}(?:\w\s*(?:=|is){_SPACES})?")
 _ANNOUNCED = re.compile(
     r"####|<answer>"
     r"|(?:\bfinal )?\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=):?",
@@ -195,7 +196,7 @@ def last_boxed(text: str) -> str | None:
         return None if opened < 0 else ""
     parts = [text[boxes[-1][1] : boxes[-1][2]].strip()]
     for (_, content, end), (next_start, _, _) in zip(boxes[-2::-1], boxes[::-1], strict=False):
-        if next_start - end > 20 or not _BETWEEN_BOXES.fullmatch(text, end + 1, next_start):
+        if next_start - end > 40 or not _BETWEEN_BOXES.fullmatch(text, end + 1, next_start):
             break
         if text[content:end].strip() != parts[-1]:
             parts.append(text[content:end].strip())
