@@ -76,8 +76,10 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     import ray
 
     from openrlhf_bapo.openrlhf import cpu, registration
-    from openrlhf_bapo.run.cluster import check_nodes, wait_for_room
+    from openrlhf_bapo.run.cluster import check_nodes, use_absolute_paths, wait_for_room
 
+    if os.environ.get("RAY_ADDRESS"):
+        use_absolute_paths(args)
     resources = {}
     if registration.runs_on_cpu():
         cpu.adapt_flags(args)
