@@ -68,7 +68,8 @@ def extract_answer(response: str) -> str | None:
     if answer is None or len(answer.text) > _LONGEST:
         return answer.text if answer else None
     text, _ = _rewrite(answer.text)
-    text = _NAMED.sub("", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)).strip(" .")
+    text = _NAMED.sub("", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)).strip().rstrip(" .")
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)  # a choice
     is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
     parts = ["".join(part.split()) for part in ([text] if is_one else re.split(r",|\\lor", text))]
     values = [_fraction(part) for part in parts]
@@ -376,7 +377,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
         ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
         (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
-        (r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))", ""),  # "1{,}500", "10\,000\text{ km}"
+        (r"(?<=\d)(?:\{,\}|\\,|,\\!)(?=\d{3}(?!\d))", ""),  # "1{,}500", "1,\!500", "10\,000\text{ km}"
         (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
         (r"(?:(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # "5\,\text{cm}"
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"
