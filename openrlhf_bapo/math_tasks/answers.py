@@ -333,7 +333,7 @@ _MISREAD = re.compile(
 
 def _words(text: str) -> str:
     text = _TEXT.sub(r"\1", _STYLE.sub("", text).replace("$", " ").replace("**", "").replace("\\ ", " "))
-    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
+    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).rstrip(" .").replace(" and ", ", "))
     return text.lower() if re.fullmatch(r"[Nn]o|[\w ,.'-]*[A-Za-z]{3}[\w ,.'-]*", text) else text
 
 

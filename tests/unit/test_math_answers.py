@@ -250,6 +250,13 @@ def test_a_rounded_decimal_is_right_from_six_places_on(value):
 
 
 @FEW
+@given(st.integers(1, 999))
+def test_a_decimal_without_its_zero_is_no_integer(digits):
+    assert equal(f".{digits}", f"0.{digits}")
+    assert not equal(f".{digits}", digits) and not equal(digits, f".{digits}")
+
+
+@FEW
 @given(st.integers(100, 999), st.integers(100, 999), st.integers(-30, 30), st.integers(-30, 30))
 def test_scientific_notation_is_compared_at_any_size(a, b, i, j):
     same = Fraction(a) * Fraction(10) ** i == Fraction(b) * Fraction(10) ** j
