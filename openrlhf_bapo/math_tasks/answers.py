@@ -111,8 +111,11 @@ _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 _FORMULA_OR_NUMBER_END = re.compile(
     r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
 )
-# "7 or 8", "7 and 8."; math-verify would take one of them.
+# "7 or 8", "7 and 8.", "7 to 8", "7:8", "7\pi", "the root of 7"; math-verify would take one of the numbers.
 _HEDGE = re.compile(
+    r"\d\W{0,3}(?:to|through|out of|over|times|plus|minus|divided by|choose|mod(?:ulo)?)\W{0,3}\d(?!.*=)"
+    r"|^[^$(\[]*\d(?: ?(?:[:;|&'ex]|\.\.+) ?\d|\.\d+\.\d| ?\\(?:pi|[dt]?frac|sqrt))|\d\W{0,3}pi\b|to the power"
+    r"|(?<!\\)\b(?:minus|negative|half of|twice|root of|log|ln|sin|cos|tan|sqrt|to the)\b\W{0,3}\d|"
     r"\bor\b\W{0,6}\d|\b(?:maybe|perhaps|possibly)\b|\d\W{0,3}(?:, (?:and )?| and )\W{0,3}\d[\d.,/]{0,20}\W{0,5}$",
     re.IGNORECASE,
 )

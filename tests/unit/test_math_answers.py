@@ -404,6 +404,39 @@ def test_the_answer_is_found_where_the_response_gives_it(response, answer):
     assert extract_answer(response) == answer
 
 
+@pytest.mark.parametrize(
+    "term",
+    [
+        *(
+            "3 to 4",
+            "3 out of 4",
+            "3 times 4",
+            "3 mod 4",
+            "3:4",
+            "3;4",
+            "3 | 4",
+            "3e4",
+            "3..4",
+            "3.4.3",
+            "3 pi",
+            r"3\pi",
+        ),
+        *(
+            r"3\frac14",
+            r"3\sqrt{4}",
+            "3 log 4",
+            "minus 3",
+            "the root of 3",
+            "half of 3",
+            "log 3",
+            "4 to the power of 3",
+        ),
+    ],
+)
+def test_a_number_of_an_announced_term_is_not_the_answer(term):
+    assert [number for number in ("3", "4", "3.4") if is_correct(f"So the answer is {term}.", number)] == []
+
+
 @given(integers)
 def test_a_number_in_the_middle_of_a_truncated_response_is_not_an_answer(number):
     text = f"The answer is {number}? Let me check: {number} = {number}.\nIf we take {number} and add"
