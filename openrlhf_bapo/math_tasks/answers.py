@@ -109,7 +109,7 @@ _FORMULA_START = re.compile(r"(?<!\\)\$|\\[(\[]")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 # "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars.", "She pays **18**"; not "If we take 7 and add".
 _FORMULA_OR_NUMBER_END = re.compile(
-    r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
+    r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*%?\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
 )
 # "7 or 8", "7 and 8.", "7 to 8", "7:8", "7\pi", "the root of 7"; math-verify would take one of the numbers.
 _HEDGE = re.compile(

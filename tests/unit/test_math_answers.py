@@ -404,6 +404,10 @@ def test_the_answer_is_found_where_the_response_gives_it(response, answer):
     assert extract_answer(response) == answer
 
 
+def test_a_percentage_at_the_end_of_the_last_line_is_the_answer():
+    assert is_correct("So the probability is 25%.", r"25\%") and not is_correct("So the probability is 25%.", "5")
+
+
 @pytest.mark.parametrize(
     "term",
     [
