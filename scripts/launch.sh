@@ -18,6 +18,7 @@ EVAL_DATA=${EVAL_DATA:-data/aime24.jsonl data/aime25.jsonl} # separated by space
 REWARD=${REWARD:-$PWD/examples/math_reward.py} # a reward-function file, or http://HOST:PORT/get_reward[,...]
 recipe=$(basename "$0" .sh)
 RUN=${RUN:-$PWD/runs/${recipe#train_bapo_}} # folder of checkpoints, model, logs and curves
+if [[ -n ${SUBMIT:-} && $RUN != /* ]]; then RUN=$PWD/$RUN; fi # the job begins in another folder
 
 NUM_NODES=${NUM_NODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}     # where training and rollout share GPUs

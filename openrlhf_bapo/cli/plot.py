@@ -251,6 +251,10 @@ def main(argv: list[str]) -> None:
         except FileNotFoundError as error:
             parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
         groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)
+    for label, runs in groups.items():
+        ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
+        if ends[0] < ends[-1]:
+            warn(f"{label}: its {len(runs)} runs end at steps {', '.join(map(str, ends))}; the mean ends at {ends[0]}")
     try:
         draw(groups, args.target, args.output)
         if args.csv:

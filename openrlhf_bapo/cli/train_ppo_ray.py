@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 import signal
 import sys
 import traceback
@@ -75,8 +76,10 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     import ray
 
     from openrlhf_bapo.openrlhf import cpu, registration
-    from openrlhf_bapo.run.cluster import check_nodes, wait_for_room
+    from openrlhf_bapo.run.cluster import check_nodes, use_absolute_paths, wait_for_room
 
+    if os.environ.get("RAY_ADDRESS"):
+        use_absolute_paths(args)
     resources = {}
     if registration.runs_on_cpu():
         cpu.adapt_flags(args)
@@ -87,6 +90,8 @@ def _prepare_ray(args: argparse.Namespace, signals: list[int], failures: list[Ba
     @functools.wraps(upstream)
     def init(*positional: Any, runtime_env: dict | None = None, **kwargs: Any) -> Any:
         runtime_env = registration.runtime_env(vars(args)["ds.param_dtype"], runtime_env)
+        if not os.environ.get("RAY_ADDRESS"):
+            positional = ("local",)  # otherwise Ray joins a cluster that `ray start` has started on this machine
         context = upstream(*positional, runtime_env=runtime_env, **kwargs | resources)
         # Ray has just set its own handlers.
         catch_signals(signals, failures, vars(args)["ckpt.on_interrupt"])

@@ -128,6 +128,12 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
         )
     if values["train.agent_func_path"] and values["reward.remote_url"]:
         warn(f"--reward.remote_url {values['reward.remote_url']} does nothing with --train.agent_func_path")
+    for name in ("actor", "critic"):
+        scheduler = values[f"{name}.lr_scheduler"]
+        without = {"lr_warmup_ratio": scheduler == "constant", "min_lr_ratio": "min_lr" not in scheduler}
+        for flag in (f"{name}.{ratio}" for ratio, does_nothing in without.items() if does_nothing):
+            if flag in given and values[flag]:
+                warn(f"--{flag} {values[flag]} does nothing with --{name}.lr_scheduler {scheduler}")
     for name in ("actor.adam.lr", "critic.adam.lr"):
         if name in given and values[name] > 0.01:
             warn(f"--{name} {values[name]} is a high learning rate; usual: 1e-7 to 1e-4")

@@ -68,7 +68,8 @@ def extract_answer(response: str) -> str | None:
     if answer is None or len(answer.text) > _LONGEST:
         return answer.text if answer else None
     text, _ = _rewrite(answer.text)
-    text = _NAMED.sub("", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)).strip(" .")
+    text = _NAMED.sub("", re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)).strip().rstrip(" .")
+    text = re.sub(r"^\(([A-Z])\)$", r"\1", text)  # a choice
     is_one = _fraction(text) is not None or re.search(r"[(\[]|\\\{", text)
     parts = ["".join(part.split()) for part in ([text] if is_one else re.split(r",|\\lor", text))]
     values = [_fraction(part) for part in parts]
@@ -95,7 +96,8 @@ class Answer:
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$][^\s$]*))|\\.|[{}]", re.DOTALL)
-_BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:and|or)?[\s$]*(?:\w\s*(?:=|is)[\s$]*)?")
+_SPACES = r"(?:[\s$*,;]|\\[ ,;()\[\]]|\\q?quad)*"  # "\boxed{3}\) and \(\boxed{4}", "\boxed{3} \quad \boxed{4}"
+_BETWEEN_BOXES = re.compile(rf"{_SPACES}(?:and|or|\\text ?\{{ *(?:and|or) *\}})?{_SPACES}(?:\w\s*(?:=|is){_SPACES})?")
 _ANNOUNCED = re.compile(
     r"####|<answer>"
     r"|(?:\bfinal )?\b(?:answers?|(?:correct|right) (?:option|choice))\b[^.:=]{0,60}?(?:\bis\b|\bare\b|:|=):?",
@@ -107,10 +109,13 @@ _FORMULA_START = re.compile(r"(?<!\\)\$|\\[(\[]")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 # "Hence $x = 7$.", "Hence $7$ apples.", "She pays 18 dollars.", "She pays **18**"; not "If we take 7 and add".
 _FORMULA_OR_NUMBER_END = re.compile(
-    r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
+    r"(?:\$|\\[)\]])\s*[a-z]{0,20}[.!]?$|\d[\d,]*%?\**(?:\s[a-z]{1,20})?(?:[.!]\**|\*\*)$"
 )
-# "7 or 8", "7 and 8."; math-verify would take one of them.
+# "7 or 8", "7 and 8.", "7 to 8", "7:8", "7\pi", "the root of 7"; math-verify would take one of the numbers.
 _HEDGE = re.compile(
+    r"\d\W{0,3}(?:to|through|out of|over|times|plus|minus|divided by|choose|mod(?:ulo)?)\W{0,3}\d(?!.*=)"
+    r"|^[^$(\[]*\d(?: ?(?:[:;|&'ex]|\.\.+) ?\d|\.\d+\.\d| ?\\(?:pi|[dt]?frac|sqrt))|\d\W{0,3}pi\b|to the power"
+    r"|(?<!\\)\b(?:minus|negative|half of|twice|root of|log|ln|sin|cos|tan|sqrt|to the)\b\W{0,3}\d|"
     r"\bor\b\W{0,6}\d|\b(?:maybe|perhaps|possibly)\b|\d\W{0,3}(?:, (?:and )?| and )\W{0,3}\d[\d.,/]{0,20}\W{0,5}$",
     re.IGNORECASE,
 )
@@ -195,7 +200,7 @@ def last_boxed(text: str) -> str | None:
         return None if opened < 0 else ""
     parts = [text[boxes[-1][1] : boxes[-1][2]].strip()]
     for (_, content, end), (next_start, _, _) in zip(boxes[-2::-1], boxes[::-1], strict=False):
-        if next_start - end > 20 or not _BETWEEN_BOXES.fullmatch(text, end + 1, next_start):
+        if next_start - end > 40 or not _BETWEEN_BOXES.fullmatch(text, end + 1, next_start):
             break
         if text[content:end].strip() != parts[-1]:
             parts.append(text[content:end].strip())
@@ -331,7 +336,7 @@ _MISREAD = re.compile(
 
 def _words(text: str) -> str:
     text = _TEXT.sub(r"\1", _STYLE.sub("", text).replace("$", " ").replace("**", "").replace("\\ ", " "))
-    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).strip(" .").replace(" and ", ", "))
+    text = re.sub(r"\(([A-Z])\)(?=,|$)", r"\1", " ".join(text.split()).rstrip(" .").replace(" and ", ", "))
     return text.lower() if re.fullmatch(r"[Nn]o|[\w ,.'-]*[A-Za-z]{3}[\w ,.'-]*", text) else text
 
 
@@ -375,7 +380,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         ("[\u2080-\u208c]+", lambda m: f"_{{{_nfkc(m)}}}"),  # "x\u2081 = 2"
         ("\u221a(\\d+)|(?:\u221a|\\\\?sqrt) ?\\(([^()]*)\\)", r"\\sqrt{\1\2}"),  # "\u221a12", "\u221a(5)"
         (r"[^\0-\x7f]|\\[a-z]+", lambda m: _SIGNS[m[0]] + " " if m[0] in _SIGNS else m[0]),
-        (r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))", ""),  # "1{,}500", "10\,000\text{ km}"
+        (r"(?<=\d)(?:\{,\}|\\,|,\\!)(?=\d{3}(?!\d))", ""),  # "1{,}500", "1,\!500", "10\,000\text{ km}"
         (r"\\\\ ?\[[\d.]+ ?[a-z]{2}\]", r"\\\\"),  # "\\[4pt]" in a matrix
         (r"(?:(?<!\\)\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\s)+", " "),  # "5\,\text{cm}"
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),  # "\bigl[0, 1\bigr)"

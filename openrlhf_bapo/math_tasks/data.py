@@ -62,8 +62,9 @@ class WrongDataset(Exception):
 
 
 def _plain_integer(answer: str) -> str:
-    # 027, 27 and 27.0 are the same answer; copies of a dataset differ in which one they have.
-    match = re.fullmatch(r"([+-]?\d+)(\.0*)?", answer)
+    # 027, 27 and 27.0 are the same answer; copies of a dataset differ in which one they have. One of the AIME 2025 has
+    # 336^\circ.
+    match = re.fullmatch(r"\$?([+-]?\d+)(\.0*)?(?:\^\{?\\circ\}?)?\$?", answer)
     return str(int(match[1])) if match else answer
 
 

@@ -20,6 +20,11 @@ from openrlhf_bapo.run.threads import is_ending, start_thread
 EVERY, PATIENCE = 60.0, 300.0
 """Seconds between two looks at the cluster, and seconds that a node may take to answer."""
 
+_FOLDERS = ("ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir")
+_INPUTS = (
+    *("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path", "reward.remote_url"),
+    *("train.agent_func_path", "data.prompt_dataset", "eval.dataset"),
+)
 _REMEDY = "install the same copy on every node"
 
 
@@ -55,6 +60,23 @@ def check_nodes(args: Namespace) -> None:
             if not sees:
                 problem = f"node {address} does not see a file that was written there"
                 exit_with_one_line(f"--ckpt.path {folder}: {problem}; allowed: a folder that all nodes share")
+
+
+def use_absolute_paths(args: Namespace) -> None:
+    """Make local paths absolute, in place. Ray's workers begin in the folder in which `ray start` ran on their node.
+
+    `args` are flat, names with dots. A name that is no file or folder here may be on the hub, and is kept.
+    """
+    values = vars(args)
+    for name in _FOLDERS:
+        if values[name]:
+            values[name] = os.path.abspath(values[name])
+    for name in _INPUTS:
+        if values[name]:
+            parts = [part.strip() for part in values[name].split(",")]
+            is_here = [os.path.exists(part.split("@")[0]) for part in parts]
+            parts = [os.path.abspath(part) if here else part for part, here in zip(parts, is_here, strict=True)]
+            values[name] = ",".join(parts)
 
 
 def describe_package() -> str:

@@ -24,7 +24,7 @@ from openrlhf_bapo.planning.engine_memory import (
     kv_bytes_per_token,
     kv_cache,
 )
-from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, ModelShape
+from openrlhf_bapo.planning.model_shape import KNOWN_SHAPES, MODEL_TYPES, ModelShape
 from openrlhf_bapo.planning.terms import Phase, Term
 from openrlhf_bapo.planning.time import rollout_seconds, step_flops
 from openrlhf_bapo.rules.settings import clip_rule_from_args
@@ -102,8 +102,11 @@ def read_shape(model: str) -> ModelShape:
 def _shape_of(file: Path) -> ModelShape:
     from transformers import AutoConfig
 
-    config = json.loads(file.read_text())
-    shape, length = ModelShape.from_config(config), model_length(AutoConfig.for_model(**config))
+    values, length = json.loads(file.read_text()), None
+    if values.get("model_type") in MODEL_TYPES:  # `ModelShape` refuses others
+        config = AutoConfig.for_model(**values)
+        values, length = config.to_dict(), model_length(config)  # with transformers' defaults
+    shape = ModelShape.from_config(values)
     return replace(shape, max_position_embeddings=length or shape.max_position_embeddings)
 
 

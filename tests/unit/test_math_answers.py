@@ -250,6 +250,13 @@ def test_a_rounded_decimal_is_right_from_six_places_on(value):
 
 
 @FEW
+@given(st.integers(1, 999))
+def test_a_decimal_without_its_zero_is_no_integer(digits):
+    assert equal(f".{digits}", f"0.{digits}")
+    assert not equal(f".{digits}", digits) and not equal(digits, f".{digits}")
+
+
+@FEW
 @given(st.integers(100, 999), st.integers(100, 999), st.integers(-30, 30), st.integers(-30, 30))
 def test_scientific_notation_is_compared_at_any_size(a, b, i, j):
     same = Fraction(a) * Fraction(10) ** i == Fraction(b) * Fraction(10) ** j
@@ -352,12 +359,12 @@ def test_the_comparison_in_the_calling_thread_agrees_with_math_verify(a, b):
     ("answers", "form"),
     [
         (["7", "$7$", "7.0", r"x = 7", r"\text{7}", r"7\text{ cm}", r"\frac{14}{2}", "7."], "7"),
-        (["1,500", "1500", r"1{,}500", r"\$1500", "1500.00"], "1500"),
-        (["0.75", r"\frac34", "3/4", r"\dfrac{6}{8}", "\u00be"], "3/4"),
+        (["1,500", "1500", r"1{,}500", r"1,\!500", r"\$1500", "1500.00"], "1500"),
+        (["0.75", ".75", r"\frac34", "3/4", r"\dfrac{6}{8}", "\u00be"], "3/4"),
         (["2, 3", "3,2", r"3 \text{ and } 2"], "2,3"),
         (["(2, 3)", r"\left(2,3\right)"], "(2,3)"),
         ([r"\text{Yes}", "yes"], "yes"),
-        (["A", r"\text{A}"], "A"),
+        (["A", r"\text{A}", "(A)", r"\textbf{(A)}"], "A"),
         (["x=2", "n = 2", "f(3)=2", "x_{10} = 2", r"\text{Area} = 2", "Thus x = 2"], "2"),
         (["x=1,y=2", "y = 2, x = 1"], "x=1,y=2"),
         ([r"x=-3 \text{ or } x=2", "x=2 or x=-3"], "x=-3,x=2"),
@@ -386,12 +393,52 @@ def test_answers_that_look_alike_have_one_form_to_be_counted(answers, form):
         ("Answer: 7 apples. I hope it is correct.", "7"),
         ("So\n\\[\nx = 7.\n\\]", "7"),
         (r"x is $\boxed{2}$ and y is $\boxed{3}$", "2,3"),
+        (r"x is \(\boxed{2}\) and y is \(\boxed{3}\)", "2,3"),
+        (r"**\boxed{2}**, **\boxed{3}**", "2,3"),
+        (r"\boxed{2} \quad \text{or} \quad \boxed{3}", "2,3"),
         ("", None),
         (" \n ", None),
     ],
 )
 def test_the_answer_is_found_where_the_response_gives_it(response, answer):
     assert extract_answer(response) == answer
+
+
+def test_a_percentage_at_the_end_of_the_last_line_is_the_answer():
+    assert is_correct("So the probability is 25%.", r"25\%") and not is_correct("So the probability is 25%.", "5")
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        *(
+            "3 to 4",
+            "3 out of 4",
+            "3 times 4",
+            "3 mod 4",
+            "3:4",
+            "3;4",
+            "3 | 4",
+            "3e4",
+            "3..4",
+            "3.4.3",
+            "3 pi",
+            r"3\pi",
+        ),
+        *(
+            r"3\frac14",
+            r"3\sqrt{4}",
+            "3 log 4",
+            "minus 3",
+            "the root of 3",
+            "half of 3",
+            "log 3",
+            "4 to the power of 3",
+        ),
+    ],
+)
+def test_a_number_of_an_announced_term_is_not_the_answer(term):
+    assert [number for number in ("3", "4", "3.4") if is_correct(f"So the answer is {term}.", number)] == []
 
 
 @given(integers)

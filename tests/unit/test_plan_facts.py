@@ -4,9 +4,12 @@ import json
 
 import pipeline
 import pytest
+import torch
 from test_data import write_rows
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf_bapo.cli import plan
+from openrlhf_bapo.planning.model_shape import MODEL_TYPES
 from openrlhf_bapo.run.plan import Machine, make_plan, read_shape, training_setup
 
 ROWS = [{"input": f"{n}+1=\n", "label": str(n + 1)} for n in range(37)]
@@ -53,6 +56,18 @@ def test_samples_of_a_rollout_for_several_steps_wait_and_grow_older(directory, g
         longest = max(longest, step - waiting[0], step - waiting[15])
         waiting = waiting[16:]
     assert staleness == 2 + longest
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path, model_type):
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"model_type": model_type, "vocab_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+    shape = read_shape(str(tmp_path))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.max_position_embeddings == model.config.max_position_embeddings
 
 
 def test_gradients_in_float32_take_4_bytes_by_either_name(directory):

@@ -82,7 +82,9 @@ def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
     assert f"{tmp_path}: has 3 runs; only the newest is drawn, which began in {tmp_path}/c; the others began in" in line
 
 
-def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_than_their_hue(tmp_path, figures):
+def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_than_their_hue(
+    tmp_path, figures, capsys
+):
     for name, offset, num_steps in (("a", 0.0, 5), ("b", 2.0, 4), ("c", 10.0, 5)):
         log(tmp_path / name, offset, num_steps)
     runs = [f"bapo={tmp_path / 'a'}", f"bapo={tmp_path / 'b'}", str(tmp_path / "c")]
@@ -91,6 +93,7 @@ def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_t
     mean, other = reward.lines
     assert (mean.get_label(), other.get_label()) == ("bapo", "c")
     assert list(mean.get_xdata()) == [0, 1, 2, 3]  # the steps that both runs have
+    assert capsys.readouterr().err == "openrlhf-bapo: warning: bapo: its 2 runs end at steps 3, 4; the mean ends at 3\n"
     assert list(mean.get_ydata()) == [1 + step / 8 for step in range(4)]
     assert list(other.get_ydata()) == [10 + step / 8 for step in range(5)]
     (band,) = reward.collections

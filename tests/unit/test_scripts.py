@@ -304,6 +304,8 @@ def test_a_submitted_recipe_trains_and_evaluates_on_the_cluster_and_draws_here(t
         words = subprocess.run(echo, cwd=tree.folder, capture_output=True, text=True, check=True).stdout.split("\0")
         assert words[:2] == ["openrlhf-bapo", verb]
         assert verb == "evaluate" or template in words
+        folder = words[words.index("--out" if verb == "evaluate" else "--ckpt.path") + 1]
+        assert folder == f"{tree.folder}/run/{'evaluation' if verb == 'evaluate' else 'checkpoints'}"
     assert [call[0] for call in calls if "plot" in call] == ["openrlhf-bapo"]
 
 

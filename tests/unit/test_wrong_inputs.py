@@ -498,6 +498,14 @@ WARNINGS = [
     ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     (
+        "--actor.lr_warmup_ratio 0.1 does nothing with --actor.lr_scheduler constant",
+        "--actor.lr_scheduler constant --actor.lr_warmup_ratio 0.1",
+    ),
+    (
+        "--critic.min_lr_ratio 0.5 does nothing with --critic.lr_scheduler linear",
+        "--critic.lr_scheduler linear --critic.min_lr_ratio 0.5",
+    ),
+    (
         "--reward.overlong_buffer_len 4: penalizes responses of more than 20 tokens, and --data.max_len 24 cuts",
         "~rollout.max_new_tokens --reward.overlong_buffer_len 4",
     ),
