@@ -228,9 +228,10 @@ def _clashes_of_replay(args: Namespace) -> Problems:
         yield "replay.ratio", f"draws {num_drawn} groups per training step; allowed: {allowed}"
     if args.data.max_images_per_prompt:
         yield "replay.ratio", "allowed without --data.max_images_per_prompt"
-    if replay.max_staleness < 1:
-        reason = "never replays, since a group is one version old in the next training step"
-        yield "replay.max_staleness", f"{reason}; allowed: 1 or more"
+    if replay.max_staleness < (least := 1 + args.offpolicy.lag):
+        lag = f" with {_shown(args, 'offpolicy.lag')}" if least > 1 else ""
+        reason = f"never replays, since a group's staleness is {least} in the training step after its own{lag}"
+        yield "replay.max_staleness", f"{reason}; allowed: {least} or more"
     if "critic" in _trained(args) and args.critic.num_nodes * args.critic.num_gpus_per_node > num_gpus:
         allowed = f"the critic may have at most as many GPUs as the actor, {num_gpus}"
         yield "critic.num_gpus_per_node", f"with --replay.ratio {allowed}"

@@ -203,6 +203,8 @@ TOGETHER = r"""
 --algo.dynamic_filtering_range 1 0 --algo.dynamic_filtering_enable
     => --algo.dynamic_filtering_range 1.0 0.0 ... LOW below HIGH
 --replay.ratio 1 --replay.max_staleness 0 => : never replays ... 1 or more
+--replay.ratio 1 --offpolicy.lag 8
+    => --replay.max_staleness 4: never replays ... 9 in the training step after its own ... --offpolicy.lag 8 ... 9 or
 --replay.ratio 1 --replay.capacity 15 => : keeps fewer than the 16 groups ... allowed: 16 or more
 --replay.ratio 1 --train.batch_size 0 => : allowed: 1 or more
 --replay.ratio 0.01 => : draws 0 groups
