@@ -223,7 +223,12 @@ TOGETHER = r"""
 --policy_loss ppo --train.dynamic_batch_enable --train.batch_size 24
     => : with --train.dynamic_batch_enable it must divide --rollout.batch_size x ... which is 64
 --replay.ratio 1 --algo.advantage.estimator gae --critic.num_gpus_per_node 2
-    => : with --replay.ratio ... as the actor, 1
+    => : with --replay.ratio its data-parallel ranks must divide the actor's 1
+--train.dynamic_batch_enable --algo.advantage.estimator gae --critic.num_gpus_per_node 2
+    => : with --train.dynamic_batch_enable its data-parallel ranks must divide the actor's 1
+--actor.num_gpus_per_node 2 --rollout.micro_batch_size 12 => : gives the 2 data ... unequal shares ... 64 samples
+--algo.advantage.estimator gae --critic.num_gpus_per_node 2 --rollout.micro_batch_size 12
+    => : gives the 2 data-parallel ranks of --critic
 --train.dynamic_batch_enable --ds.zero_stage 1 --ds.overlap_comm => : with --train.dynamic_batch_enable
 --train.dynamic_batch_enable --ds.zero_stage 2 --ds.deepcompile => : with --train.dynamic_batch_enable
 --train.colocate_actor_ref --algo.kl.init_coef 0.1 --ref.num_gpus_per_node 2
