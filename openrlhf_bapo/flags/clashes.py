@@ -127,7 +127,7 @@ def _clashes_of_token_budget(args: Namespace) -> Problems:
         yield flag, "allowed without --data.max_images_per_prompt"
     if args.train.agent_func_path:
         yield flag, "cannot keep an agent's turns; allowed without --train.agent_func_path"
-    if (args.rollout.vllm_generate_batch_size or 0) > size:
+    if args.rollout.vllm_generate_batch_size not in (None, size):
         reason = f"{_shown(args, flag)} decides how many prompts are in flight"
         yield "rollout.vllm_generate_batch_size", f"{reason}; allowed: --rollout.batch_size {size}"
 

@@ -137,6 +137,8 @@ TOGETHER = r"""
     => --partial.token_budget 9: ... allowed without --train.agent_func_path
 --partial.token_budget 9 --rollout.vllm_generate_batch_size 32 --train.async_enable
     => --rollout.vllm_generate_batch_size 32: --partial.token_budget ... --rollout.batch_size 16
+--policy_loss bapo --offpolicy.lag 2 --rollout.vllm_generate_batch_size 8
+    => --rollout.vllm_generate_batch_size 8: --offpolicy.lag 2 decides ... --rollout.batch_size 16
 --partial.token_budget 9 --data.max_images_per_prompt 1
     => --partial.token_budget 9: allowed without --data.max_images_per_prompt
 --replay.ratio 0.25 => : draws 4 groups ... at least 8
