@@ -33,8 +33,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     else:
         trainer = trainer_module.TrainingActor.__ray_metadata__.modified_class
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
-        _after(generator, "load_state_dict", load_into_generator)
-        _restore_num_prompts_async(generator)
+        _resume_generator(generator)
         _after(generator, "fit", note_groups)  # before the trainer learns that the rollouts have ended
         save_when_an_async_rollout_fails(trainer, generator)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
@@ -118,8 +117,7 @@ def _begin_other_data_at_the_start(loader: Any) -> None:
     OpenRLHF's loader would leave out as many of the new prompts, in a random order, as had been drawn before.
     """
     state_dict, load_state_dict = loader.state_dict, loader.load_state_dict
-    rows = json.dumps([loader.dataset.prompts, loader.dataset.labels], default=str)
-    digest = hashlib.sha256(rows.encode()).hexdigest()[:16]
+    digest = _digest(loader)
 
     def load(state: dict) -> None:
         if state.get("prompts", digest) == digest:
@@ -135,26 +133,44 @@ def _begin_other_data_at_the_start(loader: Any) -> None:
     loader.load_state_dict = load
 
 
+def _digest(loader: Any) -> str:
+    rows = json.dumps([loader.dataset.prompts, loader.dataset.labels], default=str)
+    return hashlib.sha256(rows.encode()).hexdigest()[:16]
+
+
+def _is_at_the_end(loader: Any, state: dict) -> bool:
+    """Return whether a state of the loader is after the last of its prompts.
+
+    OpenRLHF would run the episode again, because its data loader starts anew then.
+    """
+    return bool(state.get("_iterator_finished")) and state.get("prompts") in (None, _digest(loader))
+
+
 def _resume_after_the_data(trainer: type) -> None:
     @in_place_of(trainer, "init_checkpoint_states")
     def init_checkpoint_states(upstream: Any, self: Any) -> dict:
         states = upstream(self)
-        if hasattr(self, "samples_generator"):  # not in async training, see `_restore_num_prompts_async`
-            self.samples_generator.num_prompts = states["total_consumed_prompts"]
         has_waiting = load_pools(self)
+        if hasattr(self, "samples_generator"):  # not in async training, see `_resume_generator`
+            self.samples_generator.num_prompts = states["total_consumed_prompts"]
+            data = states["data_loader_state_dict"]
+            states["episode"] += not has_waiting and _is_at_the_end(self.prompts_dataloader, data)
         if self.args.algo.kl.target:  # else the coefficient is that of the flag
             self.kl_ctl.value = states.get("kl_coef", self.kl_ctl.value)
-        # OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
-        if states["data_loader_state_dict"].get("_iterator_finished") and not has_waiting:
-            states["episode"] += 1
         return states
 
 
-def _restore_num_prompts_async(generator: type) -> None:
+def _resume_generator(generator: type) -> None:
+    @in_place_of(generator, "load_state_dict")
+    def load_state_dict(upstream: Any, self: Any, state: dict) -> None:
+        upstream(self, state)
+        has_waiting = any(load_into_generator(self))
+        self.num_ended = not has_waiting and _is_at_the_end(self.prompts_dataloader, state)
+
     @in_place_of(generator, "fit")
     def fit(upstream: Any, self: Any, episode: int, total_consumed_prompts: int) -> None:
         self.samples_generator.num_prompts = total_consumed_prompts
-        upstream(self, episode, total_consumed_prompts)
+        upstream(self, episode + getattr(self, "num_ended", 0), total_consumed_prompts)
 
 
 def _after(trainer: type, name: str, action: Callable) -> None:

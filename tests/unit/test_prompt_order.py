@@ -12,7 +12,7 @@ from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, without_ray  # noqa: F401
 
-from openrlhf_bapo.openrlhf.trainer import _restore_num_prompts_async
+from openrlhf_bapo.openrlhf.trainer import _resume_generator
 from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
 NUM_PROMPTS = 50
@@ -165,10 +165,13 @@ def test_a_resumed_async_run_continues_the_numbers_of_its_prompts():
     numbers = []
 
     class Generator(Namespace):
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
         def fit(self, episode: int, total_consumed_prompts: int) -> None:
             numbers.append((episode, self.samples_generator.num_prompts))
 
-    _restore_num_prompts_async(Generator)
+    _resume_generator(Generator)
     Generator(samples_generator=Namespace(num_prompts=0)).fit(1, 37)
     assert numbers == [(1, 37)]
     ours = codes_around(Generator.fit)

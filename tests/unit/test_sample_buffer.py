@@ -10,7 +10,7 @@ from test_partial_samples import GENERATE, NUM_SAMPLES, SIZES, directory, labels
 
 from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer, save_pools
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.trainer import _resume_after_the_data
+from openrlhf_bapo.openrlhf.trainer import _digest, _resume_after_the_data, _resume_generator
 
 OVERSAMPLING = dict(
     partial__token_budget=None,
@@ -101,14 +101,40 @@ def test_a_checkpoint_without_waiting_samples_removes_those_of_an_earlier_run_un
 
 
 def resumed_episode(args, data_loader_state) -> int:
-    """The episode in which a run goes on that was in episode 0."""
+    """The episode in which a run goes on that was in episode 0, in sync and in async training."""
+    episodes, prompts = [], Namespace(dataset=PROMPTS)
 
     class Trainer(Namespace):
         def init_checkpoint_states(self) -> dict:
-            return {"episode": 0, "data_loader_state_dict": data_loader_state}
+            return {"episode": 0, "data_loader_state_dict": data_loader_state, "total_consumed_prompts": 0}
+
+    class Generator(Namespace):
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+        def fit(self, episode: int, _: int) -> None:
+            episodes.append(episode)
 
     _resume_after_the_data(Trainer)
-    return Trainer(args=args, experience_maker=Namespace(pool=None)).init_checkpoint_states()["episode"]
+    _resume_generator(Generator)
+    taken_up = Namespace(take_up_buffer=lambda buffer: None)
+    has = dict(args=args, prompts_dataloader=prompts, samples_generator=taken_up)
+    episodes.append(Trainer(experience_maker=Namespace(pool=None), **has).init_checkpoint_states()["episode"])
+    generator = Generator(**has)
+    generator.load_state_dict(data_loader_state)
+    generator.fit(0, 0)
+    (episode,) = set(episodes)
+    return episode
+
+
+PROMPTS = Namespace(prompts=["1+1="], labels=["2"])
+
+
+def test_a_run_that_resumes_after_the_end_of_its_data_with_other_prompts_does_not_skip_their_episode(directory):  # noqa: F811
+    args = make_generator(directory, **OVERSAMPLING).args
+    for other, episode in ((PROMPTS, 1), (Namespace(prompts=["1+2="], labels=["3"]), 0)):
+        state = {"_iterator_finished": True, "prompts": _digest(Namespace(dataset=other))}
+        assert resumed_episode(args, state) == episode
 
 
 @pytest.mark.parametrize("num_prompts", [28, 26])
