@@ -143,6 +143,11 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         """Continue with the samples that waited when the checkpoint was written."""
         self._saved_buffer = buffer
 
+    def begin_other_prompts(self) -> None:
+        """Draw prompts of a resumed run, even if all of those before, which others replace, had been drawn."""
+        if self._saved_buffer is not None:
+            self._saved_buffer.exhausted = False
+
     def _fault_metrics(self, samples: list[Experience]) -> dict[str, float]:
         """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason.
 

@@ -138,12 +138,15 @@ def _digest(loader: Any) -> str:
     return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
-def _is_at_the_end(loader: Any, state: dict) -> bool:
-    """Return whether a state of the loader is after the last of its prompts.
+def _has_ended(owner: Any, state: dict, has_waiting: bool) -> bool:
+    """Return whether a resumed run has ended its episode, by the state of its data loader.
 
-    OpenRLHF would run the episode again, because its data loader starts anew then.
+    OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
     """
-    return bool(state.get("_iterator_finished")) and state.get("prompts") in (None, _digest(loader))
+    if state.get("prompts") not in (None, _digest(owner.prompts_dataloader)):
+        owner.samples_generator.begin_other_prompts()
+        return False
+    return bool(state.get("_iterator_finished")) and not has_waiting
 
 
 def _resume_after_the_data(trainer: type) -> None:
@@ -153,8 +156,7 @@ def _resume_after_the_data(trainer: type) -> None:
         has_waiting = load_pools(self)
         if hasattr(self, "samples_generator"):  # not in async training, see `_resume_generator`
             self.samples_generator.num_prompts = states["total_consumed_prompts"]
-            data = states["data_loader_state_dict"]
-            states["episode"] += not has_waiting and _is_at_the_end(self.prompts_dataloader, data)
+            states["episode"] += _has_ended(self, states["data_loader_state_dict"], has_waiting)
         if self.args.algo.kl.target:  # else the coefficient is that of the flag
             self.kl_ctl.value = states.get("kl_coef", self.kl_ctl.value)
         return states
@@ -164,8 +166,7 @@ def _resume_generator(generator: type) -> None:
     @in_place_of(generator, "load_state_dict")
     def load_state_dict(upstream: Any, self: Any, state: dict) -> None:
         upstream(self, state)
-        has_waiting = any(load_into_generator(self))
-        self.num_ended = not has_waiting and _is_at_the_end(self.prompts_dataloader, state)
+        self.num_ended = _has_ended(self, state, any(load_into_generator(self)))
 
     @in_place_of(generator, "fit")
     def fit(upstream: Any, self: Any, episode: int, total_consumed_prompts: int) -> None:

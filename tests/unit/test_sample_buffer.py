@@ -117,7 +117,7 @@ def resumed_episode(args, data_loader_state) -> int:
 
     _resume_after_the_data(Trainer)
     _resume_generator(Generator)
-    taken_up = Namespace(take_up_buffer=lambda buffer: None)
+    taken_up = Namespace(take_up_buffer=lambda buffer: None, begin_other_prompts=lambda: None)
     has = dict(args=args, prompts_dataloader=prompts, samples_generator=taken_up)
     episodes.append(Trainer(experience_maker=Namespace(pool=None), **has).init_checkpoint_states()["episode"])
     generator = Generator(**has)
@@ -146,6 +146,19 @@ def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, nu
     for state in (before, data):
         has_ended = state is data and num_prompts == 26
         assert resumed_episode(generator.args, state) == has_ended == state["_iterator_finished"]
+
+
+def test_other_prompts_are_drawn_beside_what_waits_of_the_ended_data_of_a_resumed_run(directory):  # noqa: F811
+    generator, resumed = (make_generator(directory, num_prompts=30, **OVERSAMPLING) for _ in range(2))
+    buffer = generator.generate_samples(**GENERATE)[0].buffer
+    resumed.take_up_buffer(SampleBuffer(buffer.tensors, buffer.texts, exhausted=True))
+    resumed.begin_other_prompts()
+    expected = sorted([*range(30), *labels(buffer.experiences())])
+    assert sorted(label for samples, _ in rollouts(resumed) for label in labels(samples)) == expected
+    resumed = make_generator(directory, num_prompts=28)
+    resumed.pool.exhausted = True
+    resumed.begin_other_prompts()
+    assert sorted(label for samples, _ in rollouts(resumed) for label in labels(samples)) == list(range(28))
 
 
 def test_an_episode_goes_on_after_the_end_of_its_data_while_its_samples_wait(resume):
