@@ -30,6 +30,7 @@ def find_clashes(args: Namespace, num_heads: int | None = None, num_positions: i
         _clashes_of_token_budget(args),
         _clashes_of_replay(args),
         _clashes_of_batches(args),
+        _clashes_of_shares(args),
         _clashes_of_lengths(args, num_positions),
         _clashes_of_data(args),
         _clashes_of_sampling(args),
@@ -126,9 +127,16 @@ def _clashes_of_token_budget(args: Namespace) -> Problems:
         yield flag, "allowed without --data.max_images_per_prompt"
     if args.train.agent_func_path:
         yield flag, "cannot keep an agent's turns; allowed without --train.agent_func_path"
-    if (args.rollout.vllm_generate_batch_size or 0) > size:
+    if args.rollout.vllm_generate_batch_size not in (None, size):
         reason = f"{_shown(args, flag)} decides how many prompts are in flight"
         yield "rollout.vllm_generate_batch_size", f"{reason}; allowed: --rollout.batch_size {size}"
+
+
+def _num_ranks(args: Namespace) -> dict[str, int]:
+    """Count the data-parallel ranks of actor and critic."""
+    models = {name: getattr(args, name) for name in _trained(args)}
+    gpus_per_rank = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    return {name: model.num_nodes * model.num_gpus_per_node // gpus_per_rank for name, model in models.items()}
 
 
 def _clashes_of_batches(args: Namespace) -> Problems:
@@ -141,13 +149,10 @@ def _clashes_of_batches(args: Namespace) -> Problems:
         yield "rollout.n_samples_per_prompt", f"{estimator} compares the responses to a prompt; allowed: 2 or more"
     if size > num_samples:
         yield "train.batch_size", f"a rollout has only {num_samples} samples"
-    num_ranks = {}
-    for name in _trained(args):
-        model = getattr(args, name)
-        gpus_per_rank = args.ds.ring_attn_size * args.ds.tensor_parallel_size
-        num_ranks[name] = num = model.num_nodes * model.num_gpus_per_node // gpus_per_rank
+    num_ranks = _num_ranks(args)
+    for name, num in num_ranks.items():
         if not num or size % (num * micro_batch_size):
-            ranks = f"the {num} data-parallel ranks of --{name}.num_gpus_per_node {model.num_gpus_per_node}"
+            ranks = f"the {num} data-parallel ranks of {_shown(args, f'{name}.num_gpus_per_node')}"
             yield "train.batch_size", f"must be a multiple of {num * micro_batch_size}, {per_rank}{ranks}"
     # A dynamic batch leaves out what fills no optimizer step, always the samples of middle length.
     whole = {
@@ -171,6 +176,21 @@ def _clashes_of_batches(args: Namespace) -> Problems:
         if args.data.max_images_per_prompt:
             reason = "because samples with images that wait cannot be saved"
             yield "rollout.vllm_generate_batch_size", f"{limit} without --data.max_images_per_prompt, {reason}"
+
+
+def _clashes_of_shares(args: Namespace) -> Problems:
+    """Find ranks that OpenRLHF would give other numbers of samples than the others, which wait for them."""
+    num_samples, num_ranks = args.rollout.batch_size * args.rollout.n_samples_per_prompt, _num_ranks(args)
+    # There is then one batch per rank of the actor, also for the critic.
+    splits = {"--replay.ratio": args.replay.ratio, "--train.dynamic_batch_enable": args.train.dynamic_batch_enable}
+    reason = next((flag for flag, is_given in splits.items() if is_given), None)
+    if reason and num_ranks["actor"] % num_ranks.get("critic", 1):
+        allowed = f"its data-parallel ranks must divide the actor's {num_ranks['actor']}"
+        yield "critic.num_gpus_per_node", f"with {reason} {allowed}"
+    for name, num in num_ranks.items():
+        if num > 1 and not args.train.dynamic_batch_enable and num_samples % (args.rollout.micro_batch_size * num):
+            ranks = f"the {num} data-parallel ranks of {_shown(args, f'{name}.num_gpus_per_node')}"
+            yield "rollout.micro_batch_size", f"gives {ranks} unequal shares of a rollout's {num_samples} samples"
 
 
 def _clashes_of_lengths(args: Namespace, num_positions: int | None) -> Problems:
@@ -215,7 +235,7 @@ def takes_an_input(template: str) -> bool:
 
 def _clashes_of_replay(args: Namespace) -> Problems:
     """Find settings that never replay a group, fewer groups than asked for, or groups that fill no optimizer step."""
-    replay, num_gpus = args.replay, num_actor_gpus(args)
+    replay = args.replay
     if not replay.ratio:
         return
     num_samples, size = args.rollout.n_samples_per_prompt, args.train.batch_size
@@ -228,12 +248,10 @@ def _clashes_of_replay(args: Namespace) -> Problems:
         yield "replay.ratio", f"draws {num_drawn} groups per training step; allowed: {allowed}"
     if args.data.max_images_per_prompt:
         yield "replay.ratio", "allowed without --data.max_images_per_prompt"
-    if replay.max_staleness < 1:
-        reason = "never replays, since a group is one version old in the next training step"
-        yield "replay.max_staleness", f"{reason}; allowed: 1 or more"
-    if "critic" in _trained(args) and args.critic.num_nodes * args.critic.num_gpus_per_node > num_gpus:
-        allowed = f"the critic may have at most as many GPUs as the actor, {num_gpus}"
-        yield "critic.num_gpus_per_node", f"with --replay.ratio {allowed}"
+    if replay.max_staleness < (least := 1 + args.offpolicy.lag):
+        lag = f" with {_shown(args, 'offpolicy.lag')}" if least > 1 else ""
+        reason = f"never replays, since a group's staleness is {least} in the training step after its own{lag}"
+        yield "replay.max_staleness", f"{reason}; allowed: {least} or more"
     if replay.capacity < num_drawn:
         drawn = f"the {num_drawn} groups that --replay.ratio {replay.ratio} draws per training step"
         yield "replay.capacity", f"keeps fewer than {drawn}; allowed: {num_drawn} or more"

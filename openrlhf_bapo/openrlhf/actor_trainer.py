@@ -73,10 +73,22 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         self.experience, engine = experience, self.actor.model
         num_updates, num_skipped = engine.global_steps, engine.skipped_steps
         status = super().training_step(experience, *args, **kwargs)
+        self._make_means_over_tokens(status)
         if engine.global_steps > num_updates:
             for part in self._parts:
                 part.after_update(engine.skipped_steps > num_skipped)
         return status
+
+    def _make_means_over_tokens(self, status: dict) -> None:
+        """Turn the entropy, and the KL of a dynamic batch's KL loss, into the means of the micro-batch's tokens.
+
+        OpenRLHF weighs them by tokens when it averages them, as if they were that. They are the micro-batch's share in
+        the loss: with a dynamic batch too small by the number of micro-batches in a step.
+        """
+        has_kl = self.args.algo.kl.use_loss and self.args.train.dynamic_batch_enable
+        num_tokens = self._loss_batch_info["dp_size"] * max(status["num_action_tokens"], 1)
+        for name in {"entropy_loss", *(["kl"] if has_kl else [])} & status["metrics"].keys():
+            status["metrics"][name] = status["metrics"][name] * self._loss_batch_info["batch_num_tokens"] / num_tokens
 
     def broadcast_to_vllm(self) -> None:
         """Send the weights to the engines. A LoRA adapter (`--ds.lora.rank`) is merged into them on the way."""
@@ -96,6 +108,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return args, kwargs
 
     def _after_loss(self, _: Any, args: tuple, kwargs: dict, __: Any) -> None:
+        self._loss_batch_info = kwargs
         for part in self._parts:
             part.after_loss(args, kwargs)
 

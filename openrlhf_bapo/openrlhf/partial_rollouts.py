@@ -120,6 +120,10 @@ class PartialSamplesGenerator(VersionedSamplesGenerator):
                     pool.restart(response)
         self.pool = pool
 
+    def begin_other_prompts(self) -> None:
+        """Draw prompts too, beside the responses that are unfinished."""
+        self.pool.exhausted = False
+
     def _version(self) -> int:
         """Return the number of weight updates that the engines have loaded."""
         return max(batch_vllm_engine_call(self.vllm_engines, "num_weight_updates"))

@@ -108,6 +108,7 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
 
         The last batch of the data may be short. After dropped groups, with a clip rule of ours or with replay, it is
         cut to whole optimizer steps. DeepSpeed would otherwise add what is left over to the next batch's first step.
+        With several ranks it is always cut so that all get as many samples.
 
         Returns:
             As upstream: the samples; the percentage of groups that passed dynamic filtering; the number of prompts
@@ -120,12 +121,12 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         size = self.args.rollout.n_samples_per_prompt
         if pass_rate is not None:
             pass_rate /= size  # upstream divides the number of samples by that of prompts
-        is_short = len(samples) < self.args.rollout.batch_size * size
-        if is_short and (self._has_lost_groups or self._needs_whole_steps):
+        if len(samples) < self.args.rollout.batch_size * size:
             num_groups = len(samples) // size
-            samples = samples[: self._num_trainable(num_groups) * size]
+            needs_whole_steps = self._has_lost_groups or self._needs_whole_steps
+            samples = samples[: self._num_trainable(num_groups, needs_whole_steps) * size]
             if left_over := num_groups - len(samples) // size:
-                logger.info(f"{left_over} prompt groups at the end of the data fill no optimizer step and are dropped")
+                logger.info(f"{left_over} prompt groups at the end of the data fill no step on all ranks: dropped")
                 self._num_left_over += left_over
                 self.untrained["left_over"] += left_over
         metrics = self._fault_metrics(samples) if samples else {}
@@ -141,6 +142,11 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
     def take_up_buffer(self, buffer: SampleBuffer) -> None:
         """Continue with the samples that waited when the checkpoint was written."""
         self._saved_buffer = buffer
+
+    def begin_other_prompts(self) -> None:
+        """Draw prompts of a resumed run, even if all of those before, which others replace, had been drawn."""
+        if self._saved_buffer is not None:
+            self._saved_buffer.exhausted = False
 
     def _fault_metrics(self, samples: list[Experience]) -> dict[str, float]:
         """Return the number of groups dropped since the last call, as "reward_fault/dropped" and by reason.
@@ -254,15 +260,17 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
             experience.versions = versions[1 : experience.sequences.shape[1]].unsqueeze(0)
         return experience
 
-    def _num_trainable(self, num_groups: int) -> int:
-        """Return how many of `num_groups` groups fill whole optimizer steps.
+    def _num_trainable(self, num_groups: int, needs_whole_steps: bool = True) -> int:
+        """Return how many of `num_groups` groups fill whole optimizer steps, if that is needed.
 
-        Upstream splits the micro-batches of the log-probs over the ranks, so these must be whole too.
+        Upstream splits the micro-batches of the log-probs over the ranks of actor and critic. All ranks must get as
+        many, because they wait for each other.
         """
         train, ds, size = self.args.train, self.args.ds, self.args.rollout.n_samples_per_prompt
-        num_ranks = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
-        num_ranks //= ds.ring_attn_size * ds.tensor_parallel_size
-        unit = train.batch_size
+        models = [self.args.actor] + [self.args.critic] * (self.args.algo.advantage.estimator == "gae")
+        num_gpus = (model.num_nodes * model.num_gpus_per_node for model in models)
+        num_ranks = math.lcm(*(num // (ds.ring_attn_size * ds.tensor_parallel_size) for num in num_gpus))
+        unit = train.batch_size if needs_whole_steps else 1
         if num_ranks > 1 and not train.dynamic_batch_enable:
             unit = math.lcm(unit, self.args.rollout.micro_batch_size * num_ranks)
         return num_groups - num_groups % (unit // math.gcd(unit, size))

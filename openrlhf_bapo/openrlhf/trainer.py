@@ -33,8 +33,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     else:
         trainer = trainer_module.TrainingActor.__ray_metadata__.modified_class
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
-        _after(generator, "load_state_dict", load_into_generator)
-        _restore_num_prompts_async(generator)
+        _resume_generator(generator)
         _after(generator, "fit", note_groups)  # before the trainer learns that the rollouts have ended
         save_when_an_async_rollout_fails(trainer, generator)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
@@ -119,49 +118,66 @@ def _begin_other_data_at_the_start(loader: Any) -> None:
     that have only grown it does the same, which keeps the number of training steps.
     """
     state_dict, load_state_dict = loader.state_dict, loader.load_state_dict
-    rows = [*zip(loader.dataset.prompts, loader.dataset.labels, strict=True)]
-
-    def digest(num: int) -> str:
-        return hashlib.sha256(json.dumps(rows[:num], default=str).encode()).hexdigest()[:16]
-
-    known = [len(rows), digest(len(rows))]
+    prompts = _prompts_of(loader)
 
     def load(state: dict) -> None:
-        num, of_checkpoint = state.get("prompts", known)
-        if of_checkpoint != digest(num):
+        before = state.get("prompts", prompts)
+        num, has_grown = before["num"], before != prompts
+        if _prompts_of(loader, num) != before or (has_grown and state.get("_iterator_finished")):
             warn("are not those of the checkpoint, or their template, so this run begins them at the start")
             return
-        if num < len(rows):
-            warn(f"were {num} at the checkpoint and are {len(rows)}, so this episode draws some twice, others never")
+        if has_grown:
+            now = prompts["num"]
+            warn(f"were {num} at the checkpoint and are {now}, so this episode draws some twice, others never")
         load_state_dict({name: value for name, value in state.items() if name != "prompts"})
 
     def warn(effect: str) -> None:
         print(f"openrlhf-bapo: warning: --data.prompt_dataset: the prompts {effect}", flush=True)
 
-    loader.state_dict = lambda: state_dict() | {"prompts": known}
+    loader.state_dict = lambda: state_dict() | {"prompts": prompts}
     loader.load_state_dict = load
+
+
+def _prompts_of(loader: Any, num: int | None = None) -> dict[str, Any]:
+    """Return the number of prompts, of the first `num` ones, and a digest of them."""
+    rows = [*zip(loader.dataset.prompts, loader.dataset.labels, strict=True)][:num]
+    return {"num": len(rows), "digest": hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:16]}
+
+
+def _has_ended(owner: Any, state: dict, has_waiting: bool) -> bool:
+    """Return whether a resumed run has ended its episode, by the state of its data loader.
+
+    OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
+    """
+    if state.get("prompts") not in (None, _prompts_of(owner.prompts_dataloader)):
+        owner.samples_generator.begin_other_prompts()
+        return False
+    return bool(state.get("_iterator_finished")) and not has_waiting
 
 
 def _resume_after_the_data(trainer: type) -> None:
     @in_place_of(trainer, "init_checkpoint_states")
     def init_checkpoint_states(upstream: Any, self: Any) -> dict:
         states = upstream(self)
-        if hasattr(self, "samples_generator"):  # not in async training, see `_restore_num_prompts_async`
-            self.samples_generator.num_prompts = states["total_consumed_prompts"]
         has_waiting = load_pools(self)
+        if hasattr(self, "samples_generator"):  # not in async training, see `_resume_generator`
+            self.samples_generator.num_prompts = states["total_consumed_prompts"]
+            states["episode"] += _has_ended(self, states["data_loader_state_dict"], has_waiting)
         if self.args.algo.kl.target:  # else the coefficient is that of the flag
             self.kl_ctl.value = states.get("kl_coef", self.kl_ctl.value)
-        # OpenRLHF would run the episode again, because its data loader starts anew after the end of its data.
-        if states["data_loader_state_dict"].get("_iterator_finished") and not has_waiting:
-            states["episode"] += 1
         return states
 
 
-def _restore_num_prompts_async(generator: type) -> None:
+def _resume_generator(generator: type) -> None:
+    @in_place_of(generator, "load_state_dict")
+    def load_state_dict(upstream: Any, self: Any, state: dict) -> None:
+        upstream(self, state)
+        self.num_ended = _has_ended(self, state, any(load_into_generator(self)))
+
     @in_place_of(generator, "fit")
     def fit(upstream: Any, self: Any, episode: int, total_consumed_prompts: int) -> None:
         self.samples_generator.num_prompts = total_consumed_prompts
-        upstream(self, episode, total_consumed_prompts)
+        upstream(self, episode + getattr(self, "num_ended", 0), total_consumed_prompts)
 
 
 def _after(trainer: type, name: str, action: Callable) -> None:

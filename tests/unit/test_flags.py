@@ -137,6 +137,8 @@ TOGETHER = r"""
     => --partial.token_budget 9: ... allowed without --train.agent_func_path
 --partial.token_budget 9 --rollout.vllm_generate_batch_size 32 --train.async_enable
     => --rollout.vllm_generate_batch_size 32: --partial.token_budget ... --rollout.batch_size 16
+--policy_loss bapo --offpolicy.lag 2 --rollout.vllm_generate_batch_size 8
+    => --rollout.vllm_generate_batch_size 8: --offpolicy.lag 2 decides ... --rollout.batch_size 16
 --partial.token_budget 9 --data.max_images_per_prompt 1
     => --partial.token_budget 9: allowed without --data.max_images_per_prompt
 --replay.ratio 0.25 => : draws 4 groups ... at least 8
@@ -203,6 +205,8 @@ TOGETHER = r"""
 --algo.dynamic_filtering_range 1 0 --algo.dynamic_filtering_enable
     => --algo.dynamic_filtering_range 1.0 0.0 ... LOW below HIGH
 --replay.ratio 1 --replay.max_staleness 0 => : never replays ... 1 or more
+--replay.ratio 1 --offpolicy.lag 8
+    => --replay.max_staleness 4: never replays ... 9 in the training step after its own ... --offpolicy.lag 8 ... 9 or
 --replay.ratio 1 --replay.capacity 15 => : keeps fewer than the 16 groups ... allowed: 16 or more
 --replay.ratio 1 --train.batch_size 0 => : allowed: 1 or more
 --replay.ratio 0.01 => : draws 0 groups
@@ -221,7 +225,12 @@ TOGETHER = r"""
 --policy_loss ppo --train.dynamic_batch_enable --train.batch_size 24
     => : with --train.dynamic_batch_enable it must divide --rollout.batch_size x ... which is 64
 --replay.ratio 1 --algo.advantage.estimator gae --critic.num_gpus_per_node 2
-    => : with --replay.ratio ... as the actor, 1
+    => : with --replay.ratio its data-parallel ranks must divide the actor's 1
+--train.dynamic_batch_enable --algo.advantage.estimator gae --critic.num_gpus_per_node 2
+    => : with --train.dynamic_batch_enable its data-parallel ranks must divide the actor's 1
+--actor.num_gpus_per_node 2 --rollout.micro_batch_size 12 => : gives the 2 data ... unequal shares ... 64 samples
+--algo.advantage.estimator gae --critic.num_gpus_per_node 2 --rollout.micro_batch_size 12
+    => : gives the 2 data-parallel ranks of --critic
 --train.dynamic_batch_enable --ds.zero_stage 1 --ds.overlap_comm => : with --train.dynamic_batch_enable
 --train.dynamic_batch_enable --ds.zero_stage 2 --ds.deepcompile => : with --train.dynamic_batch_enable
 --train.colocate_actor_ref --algo.kl.init_coef 0.1 --ref.num_gpus_per_node 2

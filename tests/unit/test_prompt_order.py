@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import json
 from argparse import Namespace
 
@@ -12,7 +13,7 @@ from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 from test_partial_samples import GENERATE, NUM_SAMPLES, labels, make_generator, without_ray  # noqa: F401
 
-from openrlhf_bapo.openrlhf.trainer import _restore_num_prompts_async
+from openrlhf_bapo.openrlhf.trainer import _resume_generator
 from openrlhf_bapo.openrlhf.vllm_engine import _RESPONSE, VersionedEngine, _CurrentResponse
 
 NUM_PROMPTS = 50
@@ -46,20 +47,22 @@ def test_the_order_of_prompts_follows_from_the_seed_and_differs_between_episodes
     assert len({tuple(o) for o in [*episodes, order(loader(8)), [str(n) for n in range(NUM_PROMPTS)]]}) == 4
 
 
-def resumed_order(loader, num_before: int, num_prompts: int) -> list[str]:
-    """The prompts of a run with `num_prompts` that resumes one with `num_before`, of which 20 have been drawn."""
+def resumed_order(loader, num_before: int, num_prompts: int, num_drawn: int = 20) -> list[str]:
+    """The prompts of a run with `num_prompts` that resumes one with `num_before`, of which some have been drawn."""
     before, resumed = loader(7, num_before), loader(7, num_prompts)
-    iterator = iter(before)
-    for _ in range(20):
-        next(iterator)
+    assert len([*itertools.islice(before, num_drawn)]) == min(num_before, num_drawn)
     resumed.load_state_dict(before.state_dict())
     return order(resumed)
 
 
-@pytest.mark.parametrize("num_prompts", [NUM_PROMPTS - 1, 15])
-def test_a_resumed_run_begins_other_prompts_at_the_start(loader, num_prompts, capsys):
-    prompts = resumed_order(loader, NUM_PROMPTS, num_prompts)
-    assert sorted(prompts, key=int) == [str(n) for n in range(num_prompts)]
+@pytest.mark.parametrize(
+    ("before", "now", "num_drawn"), [(NUM_PROMPTS, NUM_PROMPTS - 1, 20), (NUM_PROMPTS, 15, 20), (30, NUM_PROMPTS, 31)]
+)
+def test_a_resumed_run_begins_other_prompts_at_the_start_and_more_after_the_end_of_the_data(
+    loader, before, now, num_drawn, capsys
+):
+    prompts = resumed_order(loader, before, now, num_drawn)
+    assert sorted(prompts, key=int) == [str(n) for n in range(now)]
     assert "warning: --data.prompt_dataset: the prompts are not those of the checkpoint" in capsys.readouterr().out
 
 
@@ -176,10 +179,13 @@ def test_a_resumed_async_run_continues_the_numbers_of_its_prompts():
     numbers = []
 
     class Generator(Namespace):
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
         def fit(self, episode: int, total_consumed_prompts: int) -> None:
             numbers.append((episode, self.samples_generator.num_prompts))
 
-    _restore_num_prompts_async(Generator)
+    _resume_generator(Generator)
     Generator(samples_generator=Namespace(num_prompts=0)).fit(1, 37)
     assert numbers == [(1, 37)]
     ours = codes_around(Generator.fit)

@@ -148,6 +148,15 @@ def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generato
     assert counts == ({"reward_fault/dropped": 1.0, "reward_fault/not_finite": 1.0} if bad else {})
 
 
+def test_a_short_last_batch_gives_all_ranks_of_actor_and_critic_as_many_samples(generator_for):
+    flags = dict(policy_loss="ppo", partial__token_budget=None, num_prompts=7, train__batch_size=6)
+    flags |= dict(rollout__micro_batch_size=1, train__async_enable=True)
+    critic = dict(algo__advantage__estimator="gae", critic__num_gpus_per_node=2)
+    for ranks in (dict(actor__num_gpus_per_node=2), critic):
+        *_, last = rollouts(generator_for({}, **flags | ranks))
+        assert len(last) == 6 and last.metrics["rollout/groups_left_over"] == 1.0
+
+
 @given(
     num_groups=st.integers(0, 60),
     size=st.integers(1, 6),
@@ -157,11 +166,12 @@ def test_a_short_last_batch_is_cut_to_whole_optimizer_steps_and_counted(generato
     rollout_batch=st.integers(1, 6),
     accumulated=st.integers(1, 3),
     is_dynamic=st.booleans(),
+    needs_whole_steps=st.booleans(),
 )
 def test_a_short_batch_is_cut_to_the_most_groups_that_fill_whole_optimizer_steps(
-    num_groups, size, num_ranks, sharing, train_batch, rollout_batch, accumulated, is_dynamic
+    num_groups, size, num_ranks, sharing, train_batch, rollout_batch, accumulated, is_dynamic, needs_whole_steps
 ):
-    """If OpenRLHF splits the micro-batches of the log-probs over ranks, these are whole too."""
+    """If OpenRLHF splits the micro-batches of the log-probs over ranks, these are whole too, also with its own loss."""
     ring, tensor = sharing
     args = copy.deepcopy(arguments())
     args.actor.num_nodes, args.actor.num_gpus_per_node = num_ranks, ring * tensor
@@ -169,12 +179,12 @@ def test_a_short_batch_is_cut_to_the_most_groups_that_fill_whole_optimizer_steps
     args.rollout.n_samples_per_prompt, args.rollout.micro_batch_size = size, rollout_batch
     args.train.micro_batch_size, args.train.dynamic_batch_enable = train_batch, is_dynamic
     args.train.batch_size = num_ranks * train_batch * accumulated
-    batches = [train_batch * accumulated] + [rollout_batch] * (num_ranks > 1 and not is_dynamic)
+    batches = [train_batch * accumulated] * needs_whole_steps + [rollout_batch] * (num_ranks > 1 and not is_dynamic)
 
     def is_whole(num: int) -> bool:
-        return num * size % num_ranks == 0 and all(num * size // num_ranks % batch == 0 for batch in batches)
+        return all(num * size % (num_ranks * batch) == 0 for batch in batches)
 
-    found = pipeline.samples_generator(args)._num_trainable(num_groups)
+    found = pipeline.samples_generator(args)._num_trainable(num_groups, needs_whole_steps)
     assert found == max(filter(is_whole, range(num_groups + 1)))
 
 

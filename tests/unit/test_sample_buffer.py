@@ -10,7 +10,7 @@ from test_partial_samples import GENERATE, NUM_SAMPLES, SIZES, directory, labels
 
 from openrlhf_bapo.openrlhf.replay_checkpoint import _groups_fingerprint, load_sample_buffer, save_pools
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.trainer import _resume_after_the_data
+from openrlhf_bapo.openrlhf.trainer import _prompts_of, _resume_after_the_data, _resume_generator
 
 OVERSAMPLING = dict(
     partial__token_budget=None,
@@ -101,14 +101,40 @@ def test_a_checkpoint_without_waiting_samples_removes_those_of_an_earlier_run_un
 
 
 def resumed_episode(args, data_loader_state) -> int:
-    """The episode in which a run goes on that was in episode 0."""
+    """The episode in which a run goes on that was in episode 0, in sync and in async training."""
+    episodes, prompts = [], Namespace(dataset=PROMPTS)
 
     class Trainer(Namespace):
         def init_checkpoint_states(self) -> dict:
-            return {"episode": 0, "data_loader_state_dict": data_loader_state}
+            return {"episode": 0, "data_loader_state_dict": data_loader_state, "total_consumed_prompts": 0}
+
+    class Generator(Namespace):
+        def load_state_dict(self, state: dict) -> None:
+            pass
+
+        def fit(self, episode: int, _: int) -> None:
+            episodes.append(episode)
 
     _resume_after_the_data(Trainer)
-    return Trainer(args=args, experience_maker=Namespace(pool=None)).init_checkpoint_states()["episode"]
+    _resume_generator(Generator)
+    taken_up = Namespace(take_up_buffer=lambda buffer: None, begin_other_prompts=lambda: None)
+    has = dict(args=args, prompts_dataloader=prompts, samples_generator=taken_up)
+    episodes.append(Trainer(experience_maker=Namespace(pool=None), **has).init_checkpoint_states()["episode"])
+    generator = Generator(**has)
+    generator.load_state_dict(data_loader_state)
+    generator.fit(0, 0)
+    (episode,) = set(episodes)
+    return episode
+
+
+PROMPTS = Namespace(prompts=["1+1="], labels=["2"])
+
+
+def test_a_run_that_resumes_after_the_end_of_its_data_with_other_prompts_does_not_skip_their_episode(directory):  # noqa: F811
+    args = make_generator(directory, **OVERSAMPLING).args
+    for other, episode in ((PROMPTS, 1), (Namespace(prompts=["1+2="], labels=["3"]), 0)):
+        state = {"_iterator_finished": True, "prompts": _prompts_of(Namespace(dataset=other))}
+        assert resumed_episode(args, state) == episode
 
 
 @pytest.mark.parametrize("num_prompts", [28, 26])
@@ -120,6 +146,19 @@ def test_the_end_of_the_data_ends_the_episode_of_a_resumed_run_too(directory, nu
     for state in (before, data):
         has_ended = state is data and num_prompts == 26
         assert resumed_episode(generator.args, state) == has_ended == state["_iterator_finished"]
+
+
+def test_other_prompts_are_drawn_beside_what_waits_of_the_ended_data_of_a_resumed_run(directory):  # noqa: F811
+    generator, resumed = (make_generator(directory, num_prompts=30, **OVERSAMPLING) for _ in range(2))
+    buffer = generator.generate_samples(**GENERATE)[0].buffer
+    resumed.take_up_buffer(SampleBuffer(buffer.tensors, buffer.texts, exhausted=True))
+    resumed.begin_other_prompts()
+    expected = sorted([*range(30), *labels(buffer.experiences())])
+    assert sorted(label for samples, _ in rollouts(resumed) for label in labels(samples)) == expected
+    resumed = make_generator(directory, num_prompts=28)
+    resumed.pool.exhausted = True
+    resumed.begin_other_prompts()
+    assert sorted(label for samples, _ in rollouts(resumed) for label in labels(samples)) == list(range(28))
 
 
 def test_an_episode_goes_on_after_the_end_of_its_data_while_its_samples_wait(resume):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pipeline
 import presets
@@ -162,7 +163,8 @@ def one_micro_batch(directory):
 
 def same_updates(result: dict, expected: dict) -> None:
     assert result["bounds"] == expected["bounds"]
-    assert result["status"]["actor_grad_norm"] == pytest.approx(expected["status"]["actor_grad_norm"], rel=1e-3)
+    for name in ("actor_grad_norm", "entropy_loss"):
+        assert result["status"][name] == pytest.approx(expected["status"][name], rel=1e-3)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=1e-5, msg=name)
 
@@ -276,16 +278,29 @@ def test_micro_batch_scope_searches_for_every_micro_batch(directory):
     assert result["status"]["timing/bapo_search"] == 4 * NUM_UPDATES
 
 
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_the_entropy_and_the_kl_of_a_dynamic_batch_are_means_over_tokens(is_dynamic):
+    """Two ranks, and 10 of a step's 40 tokens in the micro-batch: the loss has a quarter of their mean, twice."""
+    from openrlhf_bapo.openrlhf.actor_trainer import BapoActorTrainer
+
+    kl, train = Namespace(use_loss=True), Namespace(dynamic_batch_enable=is_dynamic)
+    args = Namespace(algo=Namespace(kl=kl), train=train)
+    info = {"dp_size": 2, "batch_num_tokens": torch.tensor(40.0)}
+    share = torch.tensor(2.0) * 10 / 40 * 2
+    status = {"metrics": {"entropy_loss": share, "kl": share, "reward": share}, "num_action_tokens": 10.0}
+    BapoActorTrainer._make_means_over_tokens(Namespace(args=args, _loss_batch_info=info), status)
+    assert status["metrics"] == {"entropy_loss": 2.0, "kl": 2.0 if is_dynamic else share, "reward": share}
+
+
 # ---- OpenRLHF's own trainer on the same samples ----
 
 
 def equal_but_for_bapos_metrics(result: dict, expected: dict) -> None:
-    status = {
-        k: v
-        for k, v in result["status"].items()
-        if not k.startswith(("bapo/", "entropy/", "offpolicy/", "timing/bapo", "optimizer_steps_taken"))
-    }
-    assert status == expected["status"]
+    ours = ("bapo/", "entropy/", "entropy_loss", "offpolicy/", "timing/bapo", "optimizer_steps_taken")
+    status, others = (
+        {k: v for k, v in found["status"].items() if not k.startswith(ours)} for found in (result, expected)
+    )
+    assert status == others
     for name, weight in expected["weights"].items():
         assert torch.equal(result["weights"][name], weight), name
 
