@@ -11,6 +11,8 @@ _spec.loader.exec_module(_scripted)
 class AgentExecutor(_scripted.AgentExecutor):
     """Each token has the same log-prob, near the initial policy's mean. Every fourth response counts as cut."""
 
+    num_different = 4
+
     async def execute(self, *args, **kwargs):
         """Return a scripted response, in the form of OpenRLHF's own executors."""
         response = await super().execute(*args, **kwargs)
