@@ -9,7 +9,13 @@ from operator import attrgetter
 
 from openrlhf_bapo.flags.input_files import listed
 from openrlhf_bapo.flags.mistakes import shown
-from openrlhf_bapo.openrlhf.settings import ESTIMATORS_OVER_SAMPLES, compares_engine, has_clip_rule
+from openrlhf_bapo.openrlhf.settings import (
+    ESTIMATORS_OVER_SAMPLES,
+    compares_engine,
+    has_clip_rule,
+    num_ranks_of,
+    trained_models,
+)
 
 Problems = Iterator[tuple[str, str]]
 """Flags, separated by spaces, and what is wrong with their values or allowed."""
@@ -48,10 +54,6 @@ def _shown(args: Namespace, flags: str) -> str:
 def num_actor_gpus(args: Namespace) -> int:
     """Count the GPUs of the actor, on all nodes."""
     return args.actor.num_nodes * args.actor.num_gpus_per_node
-
-
-def _trained(args: Namespace) -> tuple[str, ...]:
-    return ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",)
 
 
 def _missing(args: Namespace) -> Problems:
@@ -100,7 +102,7 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
     grids = {name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node) for name in models}
     flags = {name: f"{name}.num_nodes {name}.num_gpus_per_node" for name in models}
     used = {"ref"} if args.algo.kl.init_coef > 0 else set()
-    used |= {*_trained(args)} - {"actor"}
+    used |= {*trained_models(args)} - {"actor"}
     used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
     has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
 
@@ -132,13 +134,6 @@ def _clashes_of_token_budget(args: Namespace) -> Problems:
         yield "rollout.vllm_generate_batch_size", f"{reason}; allowed: --rollout.batch_size {size}"
 
 
-def _num_ranks(args: Namespace) -> dict[str, int]:
-    """Count the data-parallel ranks of actor and critic."""
-    models = {name: getattr(args, name) for name in _trained(args)}
-    gpus_per_rank = args.ds.ring_attn_size * args.ds.tensor_parallel_size
-    return {name: model.num_nodes * model.num_gpus_per_node // gpus_per_rank for name, model in models.items()}
-
-
 def _clashes_of_batches(args: Namespace) -> Problems:
     rollout, train, size = args.rollout, args.train, args.train.batch_size
     num_samples = rollout.batch_size * rollout.n_samples_per_prompt
@@ -149,7 +144,7 @@ def _clashes_of_batches(args: Namespace) -> Problems:
         yield "rollout.n_samples_per_prompt", f"{estimator} compares the responses to a prompt; allowed: 2 or more"
     if size > num_samples:
         yield "train.batch_size", f"a rollout has only {num_samples} samples"
-    num_ranks = _num_ranks(args)
+    num_ranks = num_ranks_of(args)
     for name, num in num_ranks.items():
         if not num or size % (num * micro_batch_size):
             ranks = f"the {num} data-parallel ranks of {_shown(args, f'{name}.num_gpus_per_node')}"
@@ -180,7 +175,7 @@ def _clashes_of_batches(args: Namespace) -> Problems:
 
 def _clashes_of_shares(args: Namespace) -> Problems:
     """Find ranks that OpenRLHF would give other numbers of samples than the others, which wait for them."""
-    num_samples, num_ranks = args.rollout.batch_size * args.rollout.n_samples_per_prompt, _num_ranks(args)
+    num_samples, num_ranks = args.rollout.batch_size * args.rollout.n_samples_per_prompt, num_ranks_of(args)
     # There is then one batch per rank of the actor, also for the critic.
     splits = {"--replay.ratio": args.replay.ratio, "--train.dynamic_batch_enable": args.train.dynamic_batch_enable}
     reason = next((flag for flag, is_given in splits.items() if is_given), None)
@@ -299,7 +294,7 @@ def _clashes_of_muon(args: Namespace) -> Problems:
         "--ds.adam_offload": stage in (1, 2) and ds.adam_offload,
         f"--ds.grad_accum_dtype {ds.grad_accum_dtype}": stage in (1, 2) and _accumulates_in_another_type(ds),
     }
-    for name in _trained(args):
+    for name in trained_models(args):
         if getattr(args, name).optim == "muon":
             for other in (flag for flag, does in fails.items() if does):
                 yield f"{name}.optim", f"DeepSpeed does not have it with {other}; allowed: adam, or muon without it"

@@ -20,7 +20,7 @@ from openrlhf_bapo.openrlhf.long_prompts import find_cut_prompts
 from openrlhf_bapo.openrlhf.prompt_starts import find_wrong_starts
 from openrlhf_bapo.openrlhf.reward_calls import FAILED_REWARD, RewardFault, read_number
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer
-from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule, is_off_policy
+from openrlhf_bapo.openrlhf.settings import compares_engine, has_clip_rule, is_off_policy, num_ranks_of
 from openrlhf_bapo.openrlhf.vllm_engine import PlacedPrompt
 
 logger = init_logger(__name__)
@@ -266,10 +266,8 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         Upstream splits the micro-batches of the log-probs over the ranks of actor and critic. All ranks must get as
         many, because they wait for each other.
         """
-        train, ds, size = self.args.train, self.args.ds, self.args.rollout.n_samples_per_prompt
-        models = [self.args.actor] + [self.args.critic] * (self.args.algo.advantage.estimator == "gae")
-        num_gpus = (model.num_nodes * model.num_gpus_per_node for model in models)
-        num_ranks = math.lcm(*(num // (ds.ring_attn_size * ds.tensor_parallel_size) for num in num_gpus))
+        train, size = self.args.train, self.args.rollout.n_samples_per_prompt
+        num_ranks = math.lcm(*num_ranks_of(self.args).values())
         unit = train.batch_size if needs_whole_steps else 1
         if num_ranks > 1 and not train.dynamic_batch_enable:
             unit = math.lcm(unit, self.args.rollout.micro_batch_size * num_ranks)

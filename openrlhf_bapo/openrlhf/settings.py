@@ -61,3 +61,15 @@ def replay_config_from_args(replay: Namespace) -> ReplayConfig:
 def partial_config_from_args(partial: Namespace) -> PartialConfig:
     """Return the token budget's settings from `args.partial`."""
     return PartialConfig(**{field.name: getattr(partial, field.name) for field in fields(PartialConfig)})
+
+
+def trained_models(args: Namespace) -> tuple[str, ...]:
+    """Return the names of the models that are trained: the actor, and with GAE the critic."""
+    return ("actor", "critic") if args.algo.advantage.estimator == "gae" else ("actor",)
+
+
+def num_ranks_of(args: Namespace) -> dict[str, int]:
+    """Count the data-parallel ranks of each model that is trained."""
+    models = {name: getattr(args, name) for name in trained_models(args)}
+    gpus_per_rank = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    return {name: model.num_nodes * model.num_gpus_per_node // gpus_per_rank for name, model in models.items()}
