@@ -19,13 +19,13 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import correlation, fmean
 
 from scipy import stats
-from study import HERE, Columns, markdown, mean_and_error, read_cells, read_results
+from study import HERE, Columns, began, markdown, mean_and_error, read_cells, read_results
 from walk import evenly_spaced
 
 STAGES = {
@@ -63,18 +63,18 @@ class Outcome:
     """Whether the run ended below the reward of its start policy."""
 
     began: tuple[float, ...]
-    """Reward and entropy of the first rollout. A seed has one start policy."""
+    """What tells start policies apart (study.began)."""
 
 
-def outcome(columns: Columns) -> Outcome:
+def outcome(name: str, columns: Columns) -> Outcome:
     """Return the endpoints of a finished cell."""
     heldout, rewards, entropy = columns["heldout"], columns["reward"], columns["entropy"]
     fifth = len(entropy) // 5
     accuracy = fmean(value for value in heldout[-fifth:] if value == value)  # the pipeline has three of them
     area = fmean(heldout[number] for number in evenly_spaced(len(heldout)))
     pass16 = columns.get("pass16", [nan])[-1]
-    began = rewards[0], entropy[0]
-    return Outcome(accuracy, area, fmean(entropy[-fifth:]), pass16, accuracy < rewards[0], began)
+    fell = accuracy < rewards[0]
+    return Outcome(accuracy, area, fmean(entropy[-fifth:]), pass16, fell, began(name, columns))
 
 
 WINDOW = 5  # rollouts
@@ -188,10 +188,7 @@ def outcomes(cells: dict[str, dict], found: dict[str, Columns], seeds: range) ->
             left_out[name].append(f"Left out: {method} in {name}, which lacks {missing} of {len(names)} cells.")
             continue
         for cell in names:
-            result = outcome(found[cell])
-            if name.startswith("pipeline"):  # where no two first rollouts are equal
-                result = replace(result, began=())
-            table[name][method][cells[cell]["lr"]][cells[cell]["seed"]] = result
+            table[name][method][cells[cell]["lr"]][cells[cell]["seed"]] = outcome(cell, found[cell])
     return {name: dict(by_method) for name, by_method in table.items()}, dict(left_out)
 
 
@@ -330,13 +327,17 @@ def pairs_lines(table: Table) -> list[str]:
 
 
 def pipeline_lines(table: Table) -> list[str]:
-    """Return Markdown: one table per regime of the rules that ran through the pipeline, each at one rate."""
+    """Return Markdown: one table per regime of the rules that ran through the pipeline, each at one rate.
+
+    Differences are of the seeds whose two cells have the same start policy.
+    """
     lines = []
     for name, by_method in with_ppo(table).items():
         rows = []
         for method in sorted(by_method, key=lambda m: -max(map(mean_accuracy, by_method[m].values()))):
             ((rate, ours),), ((_, theirs),) = (by_method[m].items() for m in (method, "ppo"))
-            less = [ours[seed].accuracy - theirs[seed].accuracy for seed in ours.keys() & theirs.keys()]
+            alike = [seed for seed in ours.keys() & theirs.keys() if ours[seed].began == theirs[seed].began]
+            less = [ours[seed].accuracy - theirs[seed].accuracy for seed in alike]
             numbers = [mean_and_error([o.accuracy for o in ours.values()]), mean_and_error(less)]
             rows.append([method, f"{rate:g}", *numbers, f"{fmean(o.entropy for o in ours.values()):.3f}"])
         head = ["method", "rate", "held-out accuracy", "less ppo, by seed", "entropy"]

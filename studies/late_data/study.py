@@ -134,7 +134,7 @@ def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
     os.nice(19)
     done = read_results(results, runs)
     waiting = seed_by_seed({name: cell for name, cell in cells.items() if name not in done})
-    total, finished, failed, began = len(waiting), 0, 0, time.monotonic()
+    total, finished, failed, start = len(waiting), 0, 0, time.monotonic()
     print(f"{total} of {len(cells)} cells to run", flush=True)
     running: dict[str, tuple[subprocess.Popen, float]] = {}  # by name: the process and the time of its start
     # A flag, because an exception could be raised between a process's start and its entry in `running`.
@@ -161,7 +161,7 @@ def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
                 else:
                     (runs / f"{name}.part").rename(runs / f"{name}.csv")
                     outcome = f"reward {summary(name, read_csv(runs / f'{name}.csv'))['reward']:.3f}"
-                left = (time.monotonic() - began) / finished * (total - finished)
+                left = (time.monotonic() - start) / finished * (total - finished)
                 print(f"[{finished}/{total}] {name} {outcome} in {seconds:.0f} s, {left / 60:.0f} min left", flush=True)
     finally:
         for process, _ in running.values():
@@ -172,17 +172,22 @@ def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
     return failed
 
 
-def summary(name: str, columns: Columns) -> dict[str, float | tuple]:
-    """Return a cell's means over its last rollouts, its accuracies at the end, and `began`.
+def began(name: str, columns: Columns) -> tuple[float, ...]:
+    """Return numbers that two cells share if they have the same start policy, and only then.
 
-    Two cells with equal `began` have the same start policy: in plain PyTorch the first rollout is a function of it, and
-    one seed gives different start policies on different kinds of processors. Through the pipeline first rollouts
-    always differ, so there `began` is empty.
+    One seed gives different start policies on different kinds of processors. In plain PyTorch the first rollout is a
+    function of the start policy. Through the pipeline first rollouts always differ, so the numbers are the start
+    policy's checksum there, and none in a cell that has none.
     """
+    names = ("start",) if name.startswith("pipeline") else ("reward", "entropy")
+    return tuple(columns[key][0] for key in names if key in columns)
+
+
+def summary(name: str, columns: Columns) -> dict[str, float | tuple]:
+    """Return a cell's means over its last rollouts, its accuracies at the end, and what `began` returns."""
     means = {key: fmean(columns[key][-LAST:]) for key in ("reward", *DETAILS)}
     ends = {key: columns.get(key, [nan])[-1] for key in ("greedy", "pass1", "pass16")}
-    began = () if name.startswith("pipeline") else (columns["reward"][0], columns["entropy"][0])
-    return means | ends | {"began": began}
+    return means | ends | {"began": began(name, columns)}
 
 
 def mean_and_error(values: list[float], digits: int = 3) -> str:

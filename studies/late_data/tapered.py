@@ -161,19 +161,13 @@ def rate_lines(runs: Path) -> list[str]:
 
 
 def through_pipeline_lines(runs: Path) -> tuple[list[str], list[str]]:
-    """Return Markdown: the candidates' regimes that ran through the pipeline, beside the other rules there.
+    """Return Markdown: the rules that ran through the pipeline, and a line for each method that lacks a cell.
 
-    And a line for each method that lacks a cell.
+    Those of protocol.toml began from other start policies: TEST.md has them.
     """
-    table: Table = {}
-    lines: list[str] = []
-    for name, folder in (("protocol", Path("runs/late_data/protocol")), ("tapered", runs)):
-        cells = read_cells(HERE / f"{name}.toml", "pipeline*")
-        found, missing = outcomes(cells, read_results(HERE / f"{name}.parquet", folder), STAGES["pipeline"])
-        for regime, by_method in found.items():
-            table.setdefault(regime, {}).update(by_method)
-        lines += [line for of_regime in missing.values() for line in of_regime]
-    return pipeline_lines({regime: table[regime] for regime in table if table[regime].keys() & {*CANDIDATES}}), lines
+    cells = read_cells(HERE / "tapered.toml", "pipeline*")
+    table, left_out = outcomes(cells, read_results(HERE / "tapered.parquet", runs), STAGES["pipeline"])
+    return pipeline_lines(table), [line for of_regime in left_out.values() for line in of_regime]
 
 
 def draw(table: Table, out: Path):

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from math import nan
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def rows_of(scalars: dict[str, tuple[list[int], list[float]]]) -> list[dict[str,
 
 
 def train(run: Run) -> list[dict[str, float]]:
-    """Train through the pipeline; return one row of metrics per rollout."""
+    """Train through the pipeline; return one row of metrics per rollout, and in each the start policy's checksum."""
     start = Path(run.starts, f"pipeline-seed{run.seed}").resolve()
     prepare = ["examples/quickstart/prepare.py", "--task", "walk", "--seed", str(run.seed), str(start)]
     subprocess.run([sys.executable, *prepare], cwd=REPOSITORY, check=True)
@@ -118,7 +119,8 @@ def train(run: Run) -> list[dict[str, float]]:
         environment = os.environ | {name: str(value) for name, value in settings.items()}
         script = ["bash", "scripts/train_bapo_quickstart.sh", *flags_of(run)]
         subprocess.run(script, cwd=REPOSITORY, env=environment, check=True)
-        return rows_of(read_scalars(Path(folder)))
+        number = zlib.crc32(Path(start, "model", "model.safetensors").read_bytes())
+        return [row | {"start": number} for row in rows_of(read_scalars(Path(folder)))]
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def test_a_run_whose_weights_are_no_longer_finite_counts_as_accuracy_0(tiny):
     assert len(rows) == 15 and rows[0]["reward"] > 0
     assert [row["heldout"] for row in rows] == [0.0] * 15
     assert (rows[-1]["pass1"], rows[-1]["pass16"], rows[-1]["rollout"]) == (0, 0, 14)
-    outcome = compare.outcome({name: [row.get(name, nan) for row in rows] for name in rows[-1]})
+    outcome = compare.outcome("walk", {name: [row.get(name, nan) for row in rows] for name in rows[-1]})
     assert outcome.accuracy == 0 and outcome.fell
     assert set(walk.train(replace(tiny, rollouts=15))[-1]) == set(rows[-1])
 
@@ -423,6 +423,19 @@ def test_the_table_has_means_over_the_last_rollouts_and_pairs_of_seeds_whose_sta
     lines = study.tables(cells, found, against="ppo", details=False)
     assert f"{mean} 0.250 (1) |" in lines  # the walk: the first rollouts of seed 1 differ
     assert f"{mean} 0.300 \u00b1 0.050 (2) |" in lines  # the pipeline: first rollouts always differ
+    for method, start in (("ppo", 7.0), ("gradient", 8.0)):
+        found[f"pipeline-{name}-{method}-seed1"]["start"] = [start] * (40 + study.LAST)
+    assert study.tables(cells, found, against="ppo", details=False).count(f"{mean} 0.250 (1) |") == 2
+
+
+def test_through_the_pipeline_pairs_have_the_same_start_policy():
+    names = [f"pipeline-lag8-updates8-lr2.5e-05-{method}-seed22{n}" for method in ("ppo", "tapered") for n in range(5)]
+    found = {name: study.read_parquet(FOLDER / "tapered.parquet")[names[-1]] for name in names}
+    cells = {name: cell for name, cell in study.read_cells(FOLDER / "tapered.toml", "*").items() if name in names}
+    for name, start in zip(names, (0, 1, 2, 3, 4, 0, 1, 7, 8, 9), strict=True):
+        found[name] = found[name] | {"start": [float(start)] * len(found[name]["reward"])}
+    table, _ = compare.outcomes(cells, found, compare.STAGES["pipeline"])
+    assert sum("| 0.000 \u00b1 0.000 (2) |" in line for line in compare.pipeline_lines(table)) == 1
 
 
 def test_the_figure_has_a_line_per_method_and_a_panel_per_setting_with_several_learning_rates(tmp_path):
@@ -475,7 +488,7 @@ def both_stages() -> tuple[compare.Table, compare.Table]:
 LATE, ONCE = "walk lag 8", "walk lag 0 epochs 1"
 
 
-@pytest.mark.parametrize(("name", "num_cells"), [("study", 718), ("protocol", None), ("tapered", 371)])
+@pytest.mark.parametrize(("name", "num_cells"), [("study", 718), ("protocol", None), ("tapered", 376)])
 def test_every_cell_names_a_rule_that_exists_and_every_result_is_one_of_the_cells(name, num_cells):
     cells, found = planned_and_found(name)
     assert len(cells) == (num_cells or len(found)) and found.keys() <= cells.keys()
@@ -577,7 +590,7 @@ def test_the_differences_intervals_and_p_values_are_those_of_scipy_from_the_roll
 
 def test_the_sentences_of_the_answer_hold():
     _, found = planned_and_found("protocol")
-    assert not any(compare.outcome(columns).fell for columns in found.values())
+    assert not any(compare.outcome(*cell).fell for cell in found.items())
     table, screened = both_stages()
     results = compare.tested(table, screened)
     less_ppo = {(t.regime, t.method): t for t in results[compare.PRIMARY] + results[compare.OTHER_REGIMES]}
