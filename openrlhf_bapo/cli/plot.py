@@ -72,6 +72,7 @@ _ELSEWHERE = {
     "train/grad_norm": "train/actor_grad_norm",
     "critic/score/mean": "train/rollout/reward_mean",
     "actor/entropy": "train/entropy_loss",
+    "actor/entropy_loss": "train/entropy_loss",  # all that bypass_mode logs, with actor.calculate_entropy
     "actor/grad_norm": "train/actor_grad_norm",
 }
 
