@@ -342,6 +342,12 @@ def test_a_resumed_engine_goes_on_with_the_state_of_a_rule_of_ones_own_in_its_ch
             assert torch.allclose(after[-1][0][tensor], value, atol=1e-7)
 
 
+def test_an_update_without_active_tokens_leaves_the_share_to_the_other_updates_of_the_rollout(directory, batch):
+    idle = batch | {"advantages": torch.zeros_like(batch["advantages"])}
+    (_, metrics), *_ = on_ranks(1, train, directory, idle, SEARCHING)[0]
+    assert "bapo/positive_share" not in metrics and metrics["bapo/clip_frac_positive"] == [0]
+
+
 def test_an_optimizer_step_that_verl_skips_leaves_no_trace_in_a_rule_that_follows_steps(steady_ranks):
     for unbroken, (first, second, third, last) in zip(*steady_ranks, strict=True):
         assert not math.isfinite(second[1]["grad_norm"])
