@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -70,7 +71,7 @@ class BapoAsyncGRPOTrainer(ClipRuleTrainer, AsyncGRPOTrainer):
             # TRL sends no min_p of None, and vLLM would then take that of the model's generation_config.json.
             self.rollout_worker._loop_kwargs["min_p"] = 0.0
         if self.rollout_queue is not None:  # the main process
-            self.rollout_queue = _VersionedQueue(self.rollout_queue)
+            self.rollout_queue = _VersionedQueue(self.rollout_queue, self._metrics["train"])
         self._published: dict[int, int] = {}  # version -> optimizer steps before it
 
     def get_train_dataloader(self) -> Any:
@@ -174,14 +175,23 @@ class _ForwardIsDone(Exception):
 
 
 class _VersionedQueue:
-    """TRL's queue of rollout samples, which adds to each sample's metrics its policy version."""
+    """TRL's queue of rollout samples, which adds to each sample's metrics its policy version.
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
+    It leaves out tokens without a log-prob of the engine, and counts them in `metrics`, TRL's. vLLM gives NaN if a
+    distribution has collapsed (TRL's issue 6868), and one such token would make the loss and then all weights NaN.
+    """
+
+    def __init__(self, queue: Any, metrics: dict[str, list]) -> None:
+        self._queue, self._metrics = queue, metrics
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         sample.metrics[VERSION] = float(sample.model_version)
+        left_out = (sample.completion_mask > 0) & ~np.isfinite(sample.old_log_probs)
+        if left_out.any():
+            sample.completion_mask = np.where(left_out, 0, sample.completion_mask)
+            counted = self._metrics["offpolicy/nonfinite_tokens"]
+            counted[:] = [sum(counted) + float(left_out.sum())]  # TRL logs the mean of the list
         return sample
 
     def __getattr__(self, name: str) -> Any:

@@ -223,7 +223,10 @@ class BapoFSDPEngine(FSDPEngineWithLMHead):
         if not rule.needs_tally_first:
             update.close_update(self._is_skipped)
         update.entropy_rule.close_update(self._is_skipped)
-        outputs["metrics"] |= {name: [value] for name, value in update.take_metrics().items()}
+        for name, value in update.take_metrics().items():
+            # An update without active tokens has no share; with it, verl's mean over a rollout's updates would be NaN.
+            if not (name.startswith("bapo/") and math.isnan(value)):
+                outputs["metrics"][name] = [value]
         update.group = None
         return outputs
 

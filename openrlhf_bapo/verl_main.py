@@ -79,6 +79,8 @@ def _check(config: DictConfig) -> None:
         return
     loss = BapoPolicyLossConfig(**settings)
     rule = loss.update.rule
+    if (strategy := config.actor_rollout_ref.actor.strategy) not in ("fsdp", "fsdp2"):
+        raise ValueError(f"actor_rollout_ref.actor.strategy {strategy}: with BAPO only fsdp and fsdp2 are allowed")
     correction = config.algorithm.get("rollout_correction") or {}
     if loss.tapered:
         _check_weights(correction)
@@ -90,6 +92,8 @@ def _check(config: DictConfig) -> None:
             ("top_p", rollout.top_p == 1, "1"),
             ("top_k", rollout.top_k in (-1, 0), "-1"),
             ("temperature", 0.01 <= rollout.temperature <= 2, "from 0.01 to 2"),
+            ("calculate_log_probs", rollout.calculate_log_probs, "True"),
+            ("logprobs_mode", rollout.logprobs_mode == "processed_logprobs", "processed_logprobs"),
         ):
             if not is_allowed:
                 raise ValueError(
@@ -108,12 +112,13 @@ def _check(config: DictConfig) -> None:
 
 
 def _check_weights(correction: Mapping) -> None:
-    """Refuse settings of verl's rollout correction from whose weights s the loss cannot take min(s, 1)."""
+    """Refuse settings of verl's rollout correction without weights s, or from which the loss cannot take min(s, 1)."""
     name = "algorithm.rollout_correction."
-    if correction.get("rollout_is") not in ("token", "sequence") or correction.get("bypass_mode"):
-        return  # there are no weights, which the loss refuses
-    if correction.get("rollout_is_batch_normalize"):
-        raise ValueError(f"{name}rollout_is_batch_normalize True: with policy_loss.tapered only False is allowed")
+    if (level := correction.get("rollout_is")) not in ("token", "sequence"):
+        raise ValueError(f"{name}rollout_is {level}: with policy_loss.tapered only token and sequence are allowed")
+    for wrong in ("bypass_mode", "rollout_is_batch_normalize"):
+        if correction.get(wrong):
+            raise ValueError(f"{name}{wrong} True: with policy_loss.tapered only False is allowed")
     threshold = correction.get("rollout_is_threshold", 2.0)
     try:
         is_allowed = float(threshold) >= 1

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> None:
     print(configuration(args))
     for remark in said.getvalue().splitlines():
         print(f"OpenRLHF: {remark}")
+    args.actor.model_name_or_path = given_model or args.actor.model_name_or_path  # which the plan names
     plan = make_plan(args, shape, Machine(**ours))
     print(describe(plan, ours["gpu_memory"]))
     for warning in disk_warnings(args, shape):

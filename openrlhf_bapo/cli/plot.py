@@ -68,9 +68,11 @@ _PANELS: list[tuple[str, dict[str, str | None]]] = [
 _ELSEWHERE = {
     "train/reward": "train/rollout/reward_mean",
     "train/entropy": "train/entropy_loss",
+    "train/reward_std": "train/rollout/reward_std",
     "train/grad_norm": "train/actor_grad_norm",
     "critic/score/mean": "train/rollout/reward_mean",
     "actor/entropy": "train/entropy_loss",
+    "actor/entropy_loss": "train/entropy_loss",  # all that bypass_mode logs, with actor.calculate_entropy
     "actor/grad_norm": "train/actor_grad_norm",
 }
 

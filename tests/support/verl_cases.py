@@ -342,6 +342,12 @@ def test_a_resumed_engine_goes_on_with_the_state_of_a_rule_of_ones_own_in_its_ch
             assert torch.allclose(after[-1][0][tensor], value, atol=1e-7)
 
 
+def test_an_update_without_active_tokens_leaves_the_share_to_the_other_updates_of_the_rollout(directory, batch):
+    idle = batch | {"advantages": torch.zeros_like(batch["advantages"])}
+    (_, metrics), *_ = on_ranks(1, train, directory, idle, SEARCHING)[0]
+    assert "bapo/positive_share" not in metrics and metrics["bapo/clip_frac_positive"] == [0]
+
+
 def test_an_optimizer_step_that_verl_skips_leaves_no_trace_in_a_rule_that_follows_steps(steady_ranks):
     for unbroken, (first, second, third, last) in zip(*steady_ranks, strict=True):
         assert not math.isfinite(second[1]["grad_norm"])
@@ -406,16 +412,22 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         ("rollout_is_batch_normalize=True", "only False"),
         ("rollout_is_threshold=0.5", "only a number of at least 1"),
         ("rollout_is_threshold=0.5_2.0", "only a number of at least 1"),
+        ("rollout_is=null", "only token and sequence"),
+        ("bypass_mode=True", "only False"),
     ):
         code, error = one_line_of([*tapered, f"{weights}.{wrong}"], monkeypatch, capsys)
-        said = f"{weights}.{wrong.replace('=', ' ')}: with policy_loss.tapered {allowed} is allowed"
+        given = wrong.replace("=", " ").replace("null", "None")
+        said = f"{weights}.{given}: with policy_loss.tapered {allowed} "
         assert code == 2 and error.count("\n") == 1 and said in error, error
     bypass, rollout = [*ours, f"{weights}.bypass_mode=True"], "actor_rollout_ref.rollout"
     for given, user, name, value, allowed in (
         (bypass, f"{weights}.bypass_mode", "top_p", "0.9", 1),
         (bypass, f"{weights}.bypass_mode", "top_k", "50", -1),
         (bypass, f"{weights}.bypass_mode", "temperature", "0.0", "from 0.01 to 2"),
+        (bypass, f"{weights}.bypass_mode", "calculate_log_probs", "False", True),
+        (bypass, f"{weights}.bypass_mode", "logprobs_mode", "raw_logprobs", "processed_logprobs"),
         (tapered, "policy_loss.tapered", "top_p", "0.9", 1),
+        (tapered, "policy_loss.tapered", "calculate_log_probs", "False", True),
     ):
         code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
         said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
@@ -425,6 +437,7 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
     for wrong, said in (
         (f"{loss}.preset=mine", "preset 'mine' is unknown"),
         ("trainer.use_v1=False", "trainer.use_v1 False: only True is allowed"),
+        ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.actor.strategy veomni: with BAPO only fsdp"),
         (f"+{loss}.rule=nowhere.py:Mine", "nowhere.py:Mine: no file nowhere.py"),
         (f"+{loss}.presett=paper", "unexpected keyword argument 'presett'"),
     ):

@@ -147,6 +147,11 @@ def test_the_command_prints_findings_with_remedies_as_text_or_json_and_exits_wit
     assert finding["metric"] == "offpolicy/ess" and finding["since"] == 38 and finding["is_wrong"] is True
 
 
+def test_equal_rewards_are_found_in_trls_logs_too(tmp_path, capsys):
+    write(tmp_path, {"reward": ([*range(6)], [1.0] * 6), "reward_std": ([*range(6)], [0.0] * 6)})
+    assert call(tmp_path) == 1 and "all rewards are equal" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

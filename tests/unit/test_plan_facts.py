@@ -70,6 +70,13 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path, mode
     assert shape.max_position_embeddings == model.config.max_position_embeddings
 
 
+def test_the_plan_names_the_model_that_it_plans_with(directory, tmp_path, capsys):
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 32}))
+    plan.main(["--plan.model", str(tmp_path), *pipeline.flags(directory, policy_loss="bapo")])
+    assert f" {tmp_path}, 0.00 billion parameters" in capsys.readouterr().out
+
+
 def test_gradients_in_float32_take_4_bytes_by_either_name(directory):
     for name, size in (("float32", 4), ("fp32", 4), ("bfloat16", 2), (None, 2)):
         args = pipeline.parse(pipeline.flags(directory, ds__grad_accum_dtype=name))

@@ -114,7 +114,8 @@ def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path
     trls = ["train/reward", "train/entropy", "train/grad_norm"]
     verls = ["critic/score/mean", "actor/entropy", "actor/grad_norm"]
     verls += ["actor/bapo/clip_high", "actor/bapo/initial_share"]
-    for run, names in (("ours", ["train/reward"]), ("trl", trls), ("verl", verls)):
+    bypassing = ["critic/score/mean", "actor/entropy_loss", "actor/grad_norm"]  # verl's names with bypass_mode
+    for run, names in (("ours", ["train/reward"]), ("trl", trls), ("verl", verls), ("bypass", bypassing)):
         writer = SummaryWriter(tmp_path / run)
         for name in names:
             writer.add_scalar(name, 0.25, 1)
@@ -125,6 +126,7 @@ def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path
     assert len(figures[0].axes[0].lines[0].get_ydata()) == 5  # of the rollouts, not OpenRLHF's train/reward
     assert titles[1] == ["reward of the rollouts", "entropy of the policy (nats per token)", "gradient norm"]
     assert titles[2] == [*titles[1], "clip bounds (importance ratio)", "positive share of the objective"]
+    assert titles[3] == titles[1]
 
 
 def test_the_table_has_every_logged_number(tmp_path):

@@ -255,6 +255,24 @@ def test_a_step_without_positive_tokens_has_weights_of_zero_and_finite_metrics(d
     assert [name for name, value in metrics.items() if isinstance(value, float) and not np.isfinite(value)] == []
 
 
+def test_tokens_without_a_log_prob_of_the_engine_are_left_out_and_counted(directory):
+    samples = make_samples(directory)
+    for sample in samples[1:3]:
+        place = sample.completion_mask.nonzero()[0][0]
+        sample.old_log_probs = np.array([*sample.old_log_probs[:place], None, *sample.old_log_probs[place + 1 :]])
+        sample.old_log_probs = sample.old_log_probs.astype(np.float32)  # as TRL makes NaN of vLLM's null
+        assert np.isnan(sample.old_log_probs).sum() == 1
+    masked = [replace(sample, old_log_probs=np.nan_to_num(sample.old_log_probs)) for sample in samples]
+    for sample, other in zip(masked, samples, strict=True):
+        sample.completion_mask = np.where(np.isnan(other.old_log_probs), 0, other.completion_mask)
+    found, expected = (trained(directory, SEARCH, samples=given, max_steps=2) for given in (samples, masked))
+    assert [entry.get("offpolicy/nonfinite_tokens") for entry in logged(found)] == [2, None]
+    assert found.bounds == expected.bounds
+    state = expected.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in found.model.state_dict().items())
+    assert all(value.isfinite().all() for value in state.values())
+
+
 def test_steady_bounds_follow_the_steps_before_and_a_resumed_run_goes_on_with_them(directory, tmp_path):
     smoothing = SmoothingConfig(half_life=2.0)
     config = replace(SEARCH, smoothing=smoothing)
