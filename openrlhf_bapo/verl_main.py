@@ -86,14 +86,14 @@ def _check(config: DictConfig) -> None:
         _check_weights(correction)
     if loss.tapered or correction.get("bypass_mode"):
         user = "policy_loss.tapered" if loss.tapered else "algorithm.rollout_correction.bypass_mode"
-        rollout = config.actor_rollout_ref.rollout
+        rollout, processed = config.actor_rollout_ref.rollout, "processed_logprobs"
         # The engine's log-probs are those among the tokens kept. vLLM takes 0.01 for less, and the actor does not.
         for name, is_allowed, allowed in (
             ("top_p", rollout.top_p == 1, "1"),
             ("top_k", rollout.top_k in (-1, 0), "-1"),
             ("temperature", 0.01 <= rollout.temperature <= 2, "from 0.01 to 2"),
             ("calculate_log_probs", rollout.calculate_log_probs, "True"),
-            ("logprobs_mode", rollout.logprobs_mode == "processed_logprobs", "processed_logprobs"),
+            ("logprobs_mode", rollout.temperature == 1 or rollout.logprobs_mode == processed, processed),
         ):
             if not is_allowed:
                 raise ValueError(

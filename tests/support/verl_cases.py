@@ -425,14 +425,21 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         (bypass, f"{weights}.bypass_mode", "top_k", "50", -1),
         (bypass, f"{weights}.bypass_mode", "temperature", "0.0", "from 0.01 to 2"),
         (bypass, f"{weights}.bypass_mode", "calculate_log_probs", "False", True),
-        (bypass, f"{weights}.bypass_mode", "logprobs_mode", "raw_logprobs", "processed_logprobs"),
+        (
+            [*bypass, f"{rollout}.temperature=0.9"],
+            f"{weights}.bypass_mode",
+            "logprobs_mode",
+            "raw_logprobs",
+            "processed_logprobs",
+        ),
         (tapered, "policy_loss.tapered", "top_p", "0.9", 1),
         (tapered, "policy_loss.tapered", "calculate_log_probs", "False", True),
     ):
         code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
         said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
         assert code == 2 and error.count("\n") == 1 and said in error, error
-    assert one_line_of([*bypass, f"{rollout}.top_k=0"], monkeypatch, capsys) == (None, "")
+    for allowed in ("top_k=0", "logprobs_mode=raw_logprobs"):
+        assert one_line_of([*bypass, f"{rollout}.{allowed}"], monkeypatch, capsys) == (None, "")
     assert one_line_of([*ours, f"{rollout}.top_p=0.9"], monkeypatch, capsys) == (None, "")
     for wrong, said in (
         (f"{loss}.preset=mine", "preset 'mine' is unknown"),
