@@ -96,13 +96,16 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Problems:
 
 
 def _clashes_of_other_models(args: Namespace) -> Problems:
-    """Find numbers of GPUs for reference model, critic and reward model that OpenRLHF or Ray would refuse."""
+    """Find settings of reference model, critic and reward model that OpenRLHF or Ray would refuse, or train nothing."""
     train, ds, num_gpus = args.train, args.ds, num_actor_gpus(args)
     models = ("actor", "ref", "critic", "reward")
     grids = {name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node) for name in models}
     flags = {name: f"{name}.num_nodes {name}.num_gpus_per_node" for name in models}
     used = {"ref"} if args.algo.kl.init_coef > 0 else set()
     used |= {*trained_models(args)} - {"actor"}
+    if args.critic.freezing_steps >= 0 and "critic" not in used:
+        estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
+        yield "critic.freezing_steps", f"{estimator} has no critic, so that these steps train nothing; allowed: -1"
     used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
     has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
 

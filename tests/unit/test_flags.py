@@ -266,6 +266,8 @@ TOGETHER = r"""
     => --critic.optim muon: DeepSpeed does not have it with --ds.adam_offload
 --actor.optim muon --ds.grad_accum_dtype fp32 --ds.param_dtype bf16
     => --actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32
+--critic.freezing_steps 5
+    => --critic.freezing_steps 5: --algo.advantage.estimator group_norm has no critic ... train nothing; allowed: -1
 --ds.load_in_4bit => : ... weights of 4 bits
 --ds.lora.rank 8 --train.enable_ema => --ds.lora.rank 8: allowed only without --train.enable_ema
 --ds.lora.rank 8 --ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2

@@ -162,8 +162,9 @@ def test_a_resumed_run_goes_on_with_the_coefficient_that_a_kl_target_has_led_to(
 
 
 def test_the_actors_first_step_replays_no_samples_of_the_steps_in_which_the_critic_trained_alone(directory):
-    flags = dict(critic__freezing_steps=1, replay__ratio=1, train__num_episodes=1)
+    flags = dict(replay__ratio=1, train__num_episodes=1)
     trainer = make_trainer(directory, **flags, **{"no-replay.skip_uninformative": True})
+    trainer.args.critic.freezing_steps = 1  # which needs a critic on the command line
     trainer.fit()
     # Replayed samples have no label, and steps 0 and 1 send the actor no samples.
     assert [len(step) for step in trainer.actor_model_group.steps] == [4 * NUM_SAMPLES]
