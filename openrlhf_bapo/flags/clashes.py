@@ -145,8 +145,10 @@ def _clashes_of_batches(args: Namespace) -> Problems:
     if rollout.n_samples_per_prompt == 1 and args.algo.advantage.estimator in ESTIMATORS_OVER_SAMPLES:
         estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
         yield "rollout.n_samples_per_prompt", f"{estimator} compares the responses to a prompt; allowed: 2 or more"
-    if size > num_samples:
-        yield "train.batch_size", f"a rollout has only {num_samples} samples"
+    # A smaller --rollout.vllm_generate_batch_size makes smaller rollouts.
+    num_made = min(rollout.batch_size, rollout.vllm_generate_batch_size or math.inf) * rollout.n_samples_per_prompt
+    if size > num_made:
+        yield "train.batch_size", f"a rollout has only {num_made} samples"
     num_ranks = num_ranks_of(args)
     for name, num in num_ranks.items():
         if not num or size % (num * micro_batch_size):

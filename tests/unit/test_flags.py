@@ -187,6 +187,7 @@ TOGETHER = r"""
 --partial.max_segments 2 => : does nothing without --partial.token_budget
 --train.batch_size 20 => : must be a multiple of 8, --train.micro_batch_size 8 on each of the 1 data-
 --train.batch_size 128 => : a rollout has only 64 samples
+--rollout.vllm_generate_batch_size 6 => --train.batch_size 32: a rollout has only 24 samples
 --rollout.micro_batch_size 65 => : leaves fewer than 1 micro-batches
 --rollout.n_samples_per_prompt 1 => : --algo.advantage.estimator group_norm compares the responses
 --rollout.max_new_tokens 24 => : must be below --data.max_len 24
