@@ -5,6 +5,7 @@ actors do not train.
 """
 
 import json
+import math
 from argparse import Namespace
 from collections import Counter
 from itertools import groupby
@@ -168,6 +169,27 @@ def test_the_actors_first_step_replays_no_samples_of_the_steps_in_which_the_crit
     trainer.fit()
     # Replayed samples have no label, and steps 0 and 1 send the actor no samples.
     assert [len(step) for step in trainer.actor_model_group.steps] == [4 * NUM_SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "expected"),
+    [
+        ("", "eval_a_pass1", ("eval_a_pass1", 0.9)),
+        ("eval_a_pass1", "eval_a_pass1", ("eval_a_pass1", 0.9)),
+        ("eval_b_pass1", "eval_a_pass1", ("eval_b_pass1", -math.inf)),
+        ("none", "eval_a_pass1", ("none", -math.inf)),
+        ("", "none", ("", -math.inf)),
+    ],
+)
+def test_a_resumed_run_chooses_its_best_checkpoint_by_its_own_metric(given, saved, expected):
+    trainer = Namespace(
+        args=Namespace(ckpt=Namespace(best_metric_key=given)),
+        best_eval_metric_key=given,
+        best_eval_metric_value=-math.inf,
+    )
+    states = {"best_eval_metric_key": saved, "best_eval_metric_value": 0.9 if saved != "none" else -math.inf}
+    ppo_trainer.PPOTrainer.__ray_metadata__.modified_class.restore_best_checkpoint_state(trainer, states)
+    assert (trainer.best_eval_metric_key, trainer.best_eval_metric_value) == expected
 
 
 @pytest.mark.parametrize("mode", ["budget", "plain"])
