@@ -96,13 +96,16 @@ def _clashes_of_gpus(args: Namespace, num_heads: int | None) -> Problems:
 
 
 def _clashes_of_other_models(args: Namespace) -> Problems:
-    """Find numbers of GPUs for reference model, critic and reward model that OpenRLHF or Ray would refuse."""
+    """Find settings of reference model, critic and reward model that OpenRLHF or Ray would refuse, or train nothing."""
     train, ds, num_gpus = args.train, args.ds, num_actor_gpus(args)
     models = ("actor", "ref", "critic", "reward")
     grids = {name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node) for name in models}
     flags = {name: f"{name}.num_nodes {name}.num_gpus_per_node" for name in models}
     used = {"ref"} if args.algo.kl.init_coef > 0 else set()
     used |= {*trained_models(args)} - {"actor"}
+    if args.critic.freezing_steps >= 0 and "critic" not in used:
+        estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
+        yield "critic.freezing_steps", f"{estimator} has no critic, so that these steps train nothing; allowed: -1"
     used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
     has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
 
@@ -142,8 +145,10 @@ def _clashes_of_batches(args: Namespace) -> Problems:
     if rollout.n_samples_per_prompt == 1 and args.algo.advantage.estimator in ESTIMATORS_OVER_SAMPLES:
         estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
         yield "rollout.n_samples_per_prompt", f"{estimator} compares the responses to a prompt; allowed: 2 or more"
-    if size > num_samples:
-        yield "train.batch_size", f"a rollout has only {num_samples} samples"
+    # A smaller --rollout.vllm_generate_batch_size makes smaller rollouts.
+    num_made = min(rollout.batch_size, rollout.vllm_generate_batch_size or math.inf) * rollout.n_samples_per_prompt
+    if size > num_made:
+        yield "train.batch_size", f"a rollout has only {num_made} samples"
     num_ranks = num_ranks_of(args)
     for name, num in num_ranks.items():
         if not num or size % (num * micro_batch_size):

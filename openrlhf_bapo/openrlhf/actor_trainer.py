@@ -80,14 +80,14 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         return status
 
     def _make_means_over_tokens(self, status: dict) -> None:
-        """Turn the entropy, and the KL of a dynamic batch's KL loss, into the means of the micro-batch's tokens.
+        """Turn the entropy, and the KL of a KL loss, into the means of the micro-batch's tokens.
 
         OpenRLHF weighs them by tokens when it averages them, as if they were that. They are the micro-batch's share in
-        the loss: with a dynamic batch too small by the number of micro-batches in a step.
+        the loss: tokens would weigh twice, and with a dynamic batch the mean would be too small by the number of
+        micro-batches in a step.
         """
-        has_kl = self.args.algo.kl.use_loss and self.args.train.dynamic_batch_enable
         num_tokens = self._loss_batch_info["dp_size"] * max(status["num_action_tokens"], 1)
-        for name in {"entropy_loss", *(["kl"] if has_kl else [])} & status["metrics"].keys():
+        for name in {"entropy_loss", *(["kl"] if self.args.algo.kl.use_loss else [])} & status["metrics"].keys():
             status["metrics"][name] = status["metrics"][name] * self._loss_batch_info["batch_num_tokens"] / num_tokens
 
     def broadcast_to_vllm(self) -> None:

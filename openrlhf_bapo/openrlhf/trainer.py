@@ -38,6 +38,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
         save_when_an_async_rollout_fails(trainer, generator)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
     _resume_after_the_data(trainer)
+    _resume_with_the_given_metric(trainer)
     _after(trainer, "init_checkpoint_states", _save_pools_first)
     _after(trainer, "init_checkpoint_states", _send_a_frozen_actor_no_samples)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
@@ -166,6 +167,19 @@ def _resume_after_the_data(trainer: type) -> None:
         if self.args.algo.kl.target:  # else the coefficient is that of the flag
             self.kl_ctl.value = states.get("kl_coef", self.kl_ctl.value)
         return states
+
+
+def _resume_with_the_given_metric(trainer: type) -> None:
+    """Let a resumed run choose its best checkpoint by its own `--ckpt.best_metric_key`.
+
+    OpenRLHF goes on with the metric of the run that wrote the checkpoint, and with its best value.
+    """
+
+    @in_place_of(trainer, "restore_best_checkpoint_state")
+    def restore_best_checkpoint_state(upstream: Any, self: Any, states: dict) -> None:
+        given, saved = self.args.ckpt.best_metric_key, states.get("best_eval_metric_key")
+        if saved != "none" and given in ("", saved):
+            upstream(self, states)
 
 
 def _resume_generator(generator: type) -> None:

@@ -187,6 +187,7 @@ TOGETHER = r"""
 --partial.max_segments 2 => : does nothing without --partial.token_budget
 --train.batch_size 20 => : must be a multiple of 8, --train.micro_batch_size 8 on each of the 1 data-
 --train.batch_size 128 => : a rollout has only 64 samples
+--rollout.vllm_generate_batch_size 6 => --train.batch_size 32: a rollout has only 24 samples
 --rollout.micro_batch_size 65 => : leaves fewer than 1 micro-batches
 --rollout.n_samples_per_prompt 1 => : --algo.advantage.estimator group_norm compares the responses
 --rollout.max_new_tokens 24 => : must be below --data.max_len 24
@@ -266,6 +267,8 @@ TOGETHER = r"""
     => --critic.optim muon: DeepSpeed does not have it with --ds.adam_offload
 --actor.optim muon --ds.grad_accum_dtype fp32 --ds.param_dtype bf16
     => --actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32
+--critic.freezing_steps 5
+    => --critic.freezing_steps 5: --algo.advantage.estimator group_norm has no critic ... train nothing; allowed: -1
 --ds.load_in_4bit => : ... weights of 4 bits
 --ds.lora.rank 8 --train.enable_ema => --ds.lora.rank 8: allowed only without --train.enable_ema
 --ds.lora.rank 8 --ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2

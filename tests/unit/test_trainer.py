@@ -5,6 +5,7 @@ actors do not train.
 """
 
 import json
+import math
 from argparse import Namespace
 from collections import Counter
 from itertools import groupby
@@ -162,11 +163,33 @@ def test_a_resumed_run_goes_on_with_the_coefficient_that_a_kl_target_has_led_to(
 
 
 def test_the_actors_first_step_replays_no_samples_of_the_steps_in_which_the_critic_trained_alone(directory):
-    flags = dict(critic__freezing_steps=1, replay__ratio=1, train__num_episodes=1)
+    flags = dict(replay__ratio=1, train__num_episodes=1)
     trainer = make_trainer(directory, **flags, **{"no-replay.skip_uninformative": True})
+    trainer.args.critic.freezing_steps = 1  # which needs a critic on the command line
     trainer.fit()
     # Replayed samples have no label, and steps 0 and 1 send the actor no samples.
     assert [len(step) for step in trainer.actor_model_group.steps] == [4 * NUM_SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "expected"),
+    [
+        ("", "eval_a_pass1", ("eval_a_pass1", 0.9)),
+        ("eval_a_pass1", "eval_a_pass1", ("eval_a_pass1", 0.9)),
+        ("eval_b_pass1", "eval_a_pass1", ("eval_b_pass1", -math.inf)),
+        ("none", "eval_a_pass1", ("none", -math.inf)),
+        ("", "none", ("", -math.inf)),
+    ],
+)
+def test_a_resumed_run_chooses_its_best_checkpoint_by_its_own_metric(given, saved, expected):
+    trainer = Namespace(
+        args=Namespace(ckpt=Namespace(best_metric_key=given)),
+        best_eval_metric_key=given,
+        best_eval_metric_value=-math.inf,
+    )
+    states = {"best_eval_metric_key": saved, "best_eval_metric_value": 0.9 if saved != "none" else -math.inf}
+    ppo_trainer.PPOTrainer.__ray_metadata__.modified_class.restore_best_checkpoint_state(trainer, states)
+    assert (trainer.best_eval_metric_key, trainer.best_eval_metric_value) == expected
 
 
 @pytest.mark.parametrize("mode", ["budget", "plain"])

@@ -278,18 +278,17 @@ def test_micro_batch_scope_searches_for_every_micro_batch(directory):
     assert result["status"]["timing/bapo_search"] == 4 * NUM_UPDATES
 
 
-@pytest.mark.parametrize("is_dynamic", [True, False])
-def test_the_entropy_and_the_kl_of_a_dynamic_batch_are_means_over_tokens(is_dynamic):
+@pytest.mark.parametrize("has_kl_loss", [True, False])
+def test_the_entropy_and_the_kl_of_a_kl_loss_are_means_over_tokens(has_kl_loss):
     """Two ranks, and 10 of a step's 40 tokens in the micro-batch: the loss has a quarter of their mean, twice."""
     from openrlhf_bapo.openrlhf.actor_trainer import BapoActorTrainer
 
-    kl, train = Namespace(use_loss=True), Namespace(dynamic_batch_enable=is_dynamic)
-    args = Namespace(algo=Namespace(kl=kl), train=train)
+    args = Namespace(algo=Namespace(kl=Namespace(use_loss=has_kl_loss)))
     info = {"dp_size": 2, "batch_num_tokens": torch.tensor(40.0)}
     share = torch.tensor(2.0) * 10 / 40 * 2
     status = {"metrics": {"entropy_loss": share, "kl": share, "reward": share}, "num_action_tokens": 10.0}
     BapoActorTrainer._make_means_over_tokens(Namespace(args=args, _loss_batch_info=info), status)
-    assert status["metrics"] == {"entropy_loss": 2.0, "kl": 2.0 if is_dynamic else share, "reward": share}
+    assert status["metrics"] == {"entropy_loss": 2.0, "kl": 2.0 if has_kl_loss else share, "reward": share}
 
 
 # ---- OpenRLHF's own trainer on the same samples ----

@@ -514,8 +514,8 @@ WARNINGS = [
         "--train.batch_size 24",
     ),
     (
-        "--train.batch_size 32 does not divide a rollout's 24 samples: those that fill no optimizer step are",
-        "--policy_loss bapo --rollout.vllm_generate_batch_size 6",
+        "--train.batch_size 32 does not divide a rollout's 48 samples: those that fill no optimizer step are",
+        "--policy_loss bapo --rollout.vllm_generate_batch_size 12",
     ),
     ("--ckpt.max_num 1: OpenRLHF removes the only", "--ckpt.max_num 1 --ckpt.save_steps 5"),
     ("has no checkpoint; the run starts from step 0", "--ckpt.load_enable"),
