@@ -464,11 +464,14 @@ def tested_methods(table: Table) -> list[str]:
     return [*dict.fromkeys(method for by_method in table.values() for method in by_method if method != "ppo")]
 
 
+TASKS = {"pipeline_partial": "pipeline, token budget", "pipeline_async": "pipeline, async"}
+
+
 def label(name: str) -> str:
     """Return a regime's name as a reader needs it: "late by 8", "4 epochs"."""
     task, _, lag, *settings = name.split()
     given = dict(zip(settings[::2], settings[1::2], strict=True))
-    words = [task] if task != "walk" else []
+    words = [TASKS.get(task, task)] if task != "walk" else []
     if "mixed" in given:
         words.append(f"0 to {lag} late")
     elif lag != "0":

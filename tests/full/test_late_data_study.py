@@ -620,6 +620,10 @@ def test_what_the_page_says_of_the_pipeline_holds():
     assert sorted(late, key=late.__getitem__)[:3] == ["stock", "ppo", "paper"] and len(late) == 9
     text = " ".join((DOCS / "study.md").read_text().split())
     assert f"no rule is above `ppo` by more than {max(fresh.values()) - fresh['ppo']:.3f}" in text
+    tapered = (FOLDER / "TAPERED.md").read_text().partition("pipeline, late by 8")[2].splitlines()
+    less = [line.split("|")[4].strip() for line in tapered if line.startswith("| tapered |")]
+    assert f"from other start policies `tapered` {less[0]}." in text
+    assert f"of 8 `tapered` has {less[1]}, with async training {less[2]}." in text
     for name in [name for name in cells if name.startswith("pipeline")]:
         lag = cells[name]["lag"]
         assert found[name]["staleness"] == [float(min(n, lag)) for n in range(60 if lag else 30)]
