@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -187,9 +186,9 @@ class _VersionedQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         sample.metrics[VERSION] = float(sample.model_version)
-        left_out = (sample.completion_mask > 0) & ~np.isfinite(sample.old_log_probs)
+        left_out = (sample.completion_mask > 0) & ~torch.as_tensor(sample.old_log_probs).isfinite().numpy()
         if left_out.any():
-            sample.completion_mask = np.where(left_out, 0, sample.completion_mask)
+            sample.completion_mask = sample.completion_mask * ~left_out
             counted = self._metrics["offpolicy/nonfinite_tokens"]
             counted[:] = [sum(counted) + float(left_out.sum())]  # TRL logs the mean of the list
         return sample
