@@ -173,11 +173,11 @@ def run(cells: dict[str, dict], results: Path, runs: Path, jobs: int) -> int:
 
 
 def began(name: str, columns: Columns) -> tuple[float, ...]:
-    """Return numbers that two cells share if they have the same start policy, and only then.
+    """Return what tells a cell's start policy from others: one seed has several, on different kinds of processors.
 
-    One seed gives different start policies on different kinds of processors. In plain PyTorch the first rollout is a
-    function of the start policy. Through the pipeline first rollouts always differ, so the numbers are the start
-    policy's checksum there, and none in a cell that has none.
+    In plain PyTorch it is reward and entropy of the first rollout, which is a function of the start policy. Through the
+    pipeline first rollouts always differ. There it is the start policy's checksum, or nothing in older cells, whose
+    start policies cannot be told apart.
     """
     names = ("start",) if name.startswith("pipeline") else ("reward", "entropy")
     return tuple(columns[key][0] for key in names if key in columns)
