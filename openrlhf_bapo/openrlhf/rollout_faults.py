@@ -1,4 +1,4 @@
-"""Writes a checkpoint of the last training step when a failed rollout ends the run."""
+"""Writes a checkpoint of the last training step when a failed rollout or evaluation ends the run."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _SAVED = "saved"  # put into the queue of slots, see `save_when_an_async_rollout
 
 
 def save_when_a_rollout_fails(trainer: type[Any]) -> None:
-    """Make OpenRLHF's sync trainer write the checkpoint of its last training step if a rollout raises an error.
+    """Make OpenRLHF's sync trainer save its last training step if a rollout or an evaluation raises an error.
 
     The weights are still those of that step. The state of the data loader is that of the step too, so that a resumed
     run draws the failed rollout's prompts again. Under a token budget it is the current state, because the saved pool
@@ -52,9 +52,17 @@ def save_when_a_rollout_fails(trainer: type[Any]) -> None:
         generator.generate_samples = generate_samples
         return states
 
+    @in_place_of(trainer, "evaluate")
+    def evaluate(upstream: Any, self: Any, *args: Any, **kwargs: Any) -> dict:
+        try:
+            return upstream(self, *args, **kwargs)
+        except Exception:
+            save_last_step(self)
+            raise
+
 
 def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -> None:
-    """Do the same in async training, after the trainer has trained on the batches in the queue.
+    """Do the same in async training, whose generator evaluates, after the trainer has trained on the batches in the queue.
 
     The two actors tell each other through OpenRLHF's queues. At the end, the generator puts "done" into the queue of
     rollouts, which ends the trainer's `fit`, and then one value more: True if all rollouts succeeded, and False if one

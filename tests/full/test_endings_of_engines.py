@@ -70,6 +70,16 @@ def test_an_async_runs_failing_reward_is_the_last_thing_said_and_the_first_step_
     endings.assert_a_failing_reward_is_said_and_the_first_step_is_saved(tmp_path, train__async_enable=True)
 
 
+def test_a_reward_that_fails_in_an_evaluation_is_the_last_thing_said_and_the_first_step_is_saved(tmp_path):
+    directory = pipeline.make_model(tmp_path)
+    (directory / "reward.py").write_text(endings.FAILING_REWARD)  # after the 64 rewards of the first step
+    with endings.Run(directory, eval__dataset=directory / "train.jsonl", eval__steps=1) as run:
+        code, lines = run.end()
+    assert code == 1
+    cause = f"--reward.remote_url {directory}/reward.py: ValueError: the verifier has gone"
+    endings.assert_says(lines, directory, cause, step="1")
+
+
 def test_an_engine_that_does_not_start_ends_the_run(tmp_path):
     directory = pipeline.make_model(tmp_path)
     (directory / "reward.py").write_text(FAILS_IN_AN_ENGINE)

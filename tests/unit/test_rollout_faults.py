@@ -1,4 +1,4 @@
-"""When a rollout fails, the last step is saved unless it is saved already. If an engine is dead, the run just ends."""
+"""When a rollout or an evaluation fails, the last step is saved unless it is saved already. If an engine is dead, the run just ends."""
 
 import math
 from argparse import Namespace
@@ -26,6 +26,9 @@ def make_trainer(rollout):
         def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None) -> None:
             self.saves.append((global_step, self.args.ckpt.save_steps, self.args.logger.logging_steps, client_states))
 
+        def evaluate(self, global_step, **generate_kwargs) -> dict:
+            return rollout(**generate_kwargs)
+
     save_when_a_rollout_fails(Trainer)
     trainer = Trainer()
     trainer.init_checkpoint_states()
@@ -36,14 +39,22 @@ def fail(**_):
     raise ValueError("no reward")
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("step", [3, 4])
-def test_the_last_step_is_saved_once_and_logged_once(step):
+def test_the_last_step_is_saved_once_and_logged_once(step, evaluates):
     trainer, states = make_trainer(fail), {"episode": 0, "global_step": step}
     trainer.save_logs_and_checkpoints(step, {}, states)
     with pytest.raises(ValueError, match="no reward"):
-        trainer.samples_generator.generate_samples()
+        trainer.evaluate(step) if evaluates else trainer.samples_generator.generate_samples()
     again = [(step, 1, math.inf, states)] if step % 2 else []  # with these settings OpenRLHF saves, and logs nothing
     assert trainer.saves == [(step, 2, 1, states), *again]
+
+
+def test_an_evaluation_that_fails_before_the_first_step_saves_nothing():
+    trainer = make_trainer(fail)
+    with pytest.raises(ValueError, match="no reward"):
+        trainer.evaluate(0)
+    assert not trainer.saves
 
 
 def make_generator(error):
