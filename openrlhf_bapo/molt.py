@@ -141,7 +141,7 @@ class BapoPolicyTrainer(policy_actor.PolicyTrainer):
         """Make Molt's training step of a micro-batch; the last one of an optimizer step closes the update."""
         status = super().training_step(experience, kl_ctl, batch_num_tokens, num_microbatches, is_optimizer_step, *args)
         if is_optimizer_step:
-            self._windows.after_update()
+            self._windows.after_update(is_skipped=False)
         return status
 
     def _update_ends(self, num_micro_batches: int) -> list[bool]:

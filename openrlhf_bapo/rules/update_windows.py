@@ -58,7 +58,7 @@ class UpdateWindows:
             self._add(micro_batch, log_probs)
         self._loss.close_update()
 
-    def after_update(self, is_skipped: bool = False) -> None:
+    def after_update(self, is_skipped: bool) -> None:
         """Close the update whose optimizer step ended; every rank must call."""
         if not self._loss.rule.needs_tally_first:
             self._loss.close_update(is_skipped)

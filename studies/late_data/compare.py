@@ -501,8 +501,8 @@ def draw_differences(
     import matplotlib.pyplot as plt
 
     num = len(panels_of)
-    columns = min(num, 6)
-    rows = -(-num // columns)
+    rows = -(-num // 6)
+    columns = -(-num // rows)
     size = (2 + 2 * columns, rows * (1 + 0.35 * len(methods)))
     figure, panels = plt.subplots(
         rows, columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"

@@ -239,6 +239,7 @@ def test_a_rule_says_whether_it_has_weights_solves_for_its_bounds_and_follows_ea
 
 
 def test_steady_bounds_without_smoothing_and_fixed_bounds_that_leave_1_outside_are_refused():
+    assert (FixedBounds(1.0, 1.2).lower, FixedBounds(0.8, 1.0).upper) == (1, 1)
     with pytest.raises(ValueError, match="smoothing None is not allowed"):
         SteadyBounds(ClipConfig())
     for bounds in ((1.1, 1.2), (0.8, 0.9), (math.nan, 1.2)):
