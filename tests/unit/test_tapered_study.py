@@ -53,6 +53,7 @@ def test_the_page_is_that_of_the_cells():
     assert tapered.PAGE.read_text() == tapered.page(study.HERE)
 
 
-def test_the_studys_page_says_how_many_cells_have_run():
-    text = (study.HERE.parents[1] / "docs/study.md").read_text()
-    assert f"(ours) {len(study.read_parquet(study.HERE / 'tapered.parquet'))} have run." in text
+def test_all_planned_cells_ran_and_the_studys_page_says_so():
+    planned = study.read_cells(study.HERE / "tapered.toml", "*")
+    assert study.read_parquet(study.HERE / "tapered.parquet").keys() == planned.keys()
+    assert f"All {len(planned)} planned cells ran." in (study.HERE.parents[1] / "docs/study.md").read_text()
