@@ -181,6 +181,11 @@ def test_the_same_operations_after_the_same_seed_give_the_same_draws(strategy):
     assert (draws(3) == draws(4)) == (strategy in ("newest", "oldest"))
 
 
+@pytest.mark.parametrize(("strategy", "expected"), [("newest", [5, 4, 3, 2]), ("oldest", [0, 1, 2, 3])])
+def test_newest_and_oldest_draw_in_the_order_of_versions(strategy, expected):
+    assert uids(filled(ReplayConfig(strategy=strategy)).sample(4, 3)) == expected
+
+
 def test_uniform_draws_every_group_equally_often():
     pool = filled(ReplayConfig(max_reuse=10**6, max_staleness=99), 8)
     counts = Counter(uid for _ in range(4000) for uid in uids(pool.sample(2, 4)))
