@@ -62,7 +62,7 @@ def save_when_a_rollout_fails(trainer: type[Any]) -> None:
 
 
 def save_when_an_async_rollout_fails(trainer: type[Any], generator: type[Any]) -> None:
-    """Do the same in async training, whose generator evaluates, after the trainer has trained on the batches in the queue.
+    """Do the same in async training, where the generator evaluates, after the trainer has trained on waiting batches.
 
     The two actors tell each other through OpenRLHF's queues. At the end, the generator puts "done" into the queue of
     rollouts, which ends the trainer's `fit`, and then one value more: True if all rollouts succeeded, and False if one

@@ -1,4 +1,4 @@
-"""When a rollout or an evaluation fails, the last step is saved unless it is saved already. If an engine is dead, the run just ends."""
+"""The last step is saved when a rollout or an evaluation fails. If an async run's engine is dead, the run just ends."""
 
 import math
 from argparse import Namespace
