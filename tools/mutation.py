@@ -51,7 +51,11 @@ TESTS = {
         *OF_THE_LOSS,
     ],
     "flags/train_flags.py": ["test_flags.py", "test_tokens.py"],
-    "flags/loss_flags.py": ["test_flags.py"],
+    "flags/loss_flags.py": [
+        "test_flags.py",
+        "test_own_rules.py::test_a_setting_may_be_true_or_false",
+        "test_own_rules.py::test_a_mistake_is_one_line_before_ray_starts",
+    ],
     "openrlhf/policy_loss.py": OF_THE_LOSS,
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_off_policy_actor.py"],
@@ -60,7 +64,7 @@ TESTS = {
         "test_update_scope.py",
         "test_steady_updates.py",
         "test_off_policy_actor.py",
-        "test_own_rules.py",
+        "test_own_rules.py::test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_the_bit",
     ],
     "openrlhf/token_dump.py": ["test_tokens.py"],
     "openrlhf/actor_trainer.py": (

@@ -12,6 +12,12 @@ class Mine(SteadyBounds):
         self.contribution, self.target = contribution, target
 
 
+class Switch(FixedBounds):
+    def __init__(self, wide: bool = False):
+        super().__init__(0.8, 2.0 if wide else 1.2)
+        self.wide = wide
+
+
 class NoRule:
     pass
 

@@ -21,6 +21,8 @@ from openrlhf_bapo.flags.train_flags import add_flags
 from openrlhf_bapo.rules.other_rules import as_clip_rule, make_rule
 from openrlhf_bapo.rules.settings import clip_rule_from_args
 
+OWN = MINE.removesuffix("Mine")
+
 
 @pytest.mark.parametrize("settings", [{}, dict(positive=0.5, negative=2.0)])
 def test_sapos_loss_has_the_gradient_of_its_paper(settings):
@@ -43,6 +45,14 @@ def test_the_settings_of_a_rule_of_ones_own_are_flags(tmp_path):
     rule = clip_rule_from_args(args)
     assert type(rule).__name__ == "Sapo" and (rule.positive, rule.negative) == (1.0, 1.5)
     assert args.actor.entropy_coef == 0  # so that the entropy is logged, as with every rule
+
+
+@pytest.mark.parametrize(
+    ("given", "wide"), [({}, False), ({"rule__wide": "true"}, True), ({"rule__wide": "False"}, False)]
+)
+def test_a_setting_may_be_true_or_false(tmp_path, given, wide):
+    rule = clip_rule_from_args(pipeline.parse(pipeline.flags(tmp_path, policy_loss=f"{OWN}Switch", **given)))
+    assert rule.wide is wide and rule.upper == (2.0 if wide else 1.2)
 
 
 def test_help_shows_its_flags(capsys):
@@ -131,9 +141,6 @@ def test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_th
         pipeline.parse([*flags, "--rule.target", "0.4"])
 
 
-OWN = MINE.removesuffix("Mine")
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
@@ -155,7 +162,8 @@ OWN = MINE.removesuffix("Mine")
         (SAPO, dict(rule__negative=-1.0), "Sapo: positive 1.0 and negative -1.0 are not allowed; both must be above 0"),
         (SAPO, dict(rule__low=1.0), "unrecognized arguments: --rule.low"),
         (SAPO, dict(rule__negative="much"), "--rule.negative: invalid float value: 'much'"),
-        (SAPO, dict(actor__eps_clip=0.1), "--actor.eps_clip 0.1: not allowed"),
+        (f"{OWN}Switch", dict(rule__wide="maybe"), "--rule.wide: 'maybe': allowed: true, false"),
+        (SAPO, dict(actor__eps_clip=0.1), "Sapo: a rule of one's own has its own bounds or weights"),
         (SAPO, dict(m2__budget=0.1), "--m2.budget 0.1: allowed only with --policy_loss m2"),
         (SAPO, dict(offpolicy__objective="decoupled"), "--offpolicy.objective decoupled: clips each token's ratio"),
     ],
