@@ -56,7 +56,7 @@ TESTS = {
         "test_own_rules.py::test_a_setting_may_be_true_or_false",
         "test_own_rules.py::test_a_mistake_is_one_line_before_ray_starts",
     ],
-    "openrlhf/policy_loss.py": OF_THE_LOSS,
+    "openrlhf/policy_loss.py": [*OF_THE_LOSS, "test_staleness_weights.py"],
     "openrlhf/experience_maker.py": ["test_experience_maker.py"],
     "openrlhf/nonfinite.py": ["test_nonfinite.py", "test_off_policy_actor.py"],
     "openrlhf/offpolicy_tally.py": ["test_off_policy_actor.py"],

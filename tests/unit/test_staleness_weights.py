@@ -186,6 +186,16 @@ def test_padding_does_not_count_in_the_responses_weight():
     torch.testing.assert_close(weights, torch.full((1, 3), math.exp(-0.75)))
 
 
+def test_the_logged_weight_is_the_mean_over_tokens_of_negative_advantage():
+    loss = BapoPolicyLoss(rule=FixedBounds(0.8, 1.2), tapered="token")
+    start, advantages, mask = torch.zeros(1, 5), torch.tensor([[-1.0, -2.0, 0.0, 1.0, -1.0]]), torch.ones(1, 5)
+    mask[0, 4] = 0
+    loss(start, start, advantages, mask, torch.tensor([[0.5, 1.0, 2.0, 3.0, 4.0]]))
+    loss.close_update()
+    expected = (math.exp(-0.5) + math.exp(-1.0)) / 2
+    assert loss.take_metrics()["offpolicy/weight_negative"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
