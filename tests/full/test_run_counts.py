@@ -64,7 +64,8 @@ def test_a_run_whose_groups_are_all_filtered_fails_and_says_why(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["async", "token budget"])
 def test_a_run_counts_the_groups_that_it_does_not_train_on_and_the_prompts_that_are_cut(tmp_path, mode):
-    code, lines, steps = run(tmp_path, "prompt[0] in '0246'", **MODES[mode])
+    evaluation = dict(eval__dataset=tmp_path / "train.jsonl", eval__steps=2)
+    code, lines, steps = run(tmp_path, "prompt[0] in '0246'", **evaluation | MODES[mode])
     assert code == 0 and len(steps) == 2
     said = "\n".join(lines)
     # Of the 30 other groups the last batch has 14, of which 8 make an optimizer step.
@@ -73,6 +74,7 @@ def test_a_run_counts_the_groups_that_it_does_not_train_on_and_the_prompts_that_
         "groups (--algo.dynamic_filtering_range 0 1); 6 prompt groups at the end of the data fill no optimizer "
         f"step); its model is in {tmp_path}/out"
     ) in said
+    assert said.count("evaluation at step") == said.count("evaluation at step 2") == 1  # after the last step
     assert "--data.prompt_dataset: 10 of 64 prompts have more than 4 tokens (the longest 5)" in said
     rates = [step["dynamic_filtering_pass_rate"] / 100 for step in steps]
     assert all(0 < rate < 1 for rate in rates)

@@ -1,0 +1,70 @@
+"""Evaluates the last step of async training too.
+
+OpenRLHF's generator evaluates when it takes a slot that carries such a step. It takes no slot after its last rollout,
+so the steps after that rollout, the last one among them, would never be evaluated.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from openrlhf_bapo.openrlhf.registration import in_place_of
+
+_STEP = "step"
+
+
+def evaluate_after_the_last_step(trainer: type[Any], generator: type[Any]) -> None:
+    """Make the generator ask for the trainer's last step before it says "done", and evaluate it if it is due.
+
+    The trainer answers when it has trained on all waiting rollouts. For example, with two rollouts, a queue of one
+    batch, and an evaluation every second step:
+
+        rollouts:  batch 1, batch 2, "step", ("eval", 2, metrics), "done"
+        slots:     0, 0, 1, ("step", 2), 2                                  (OpenRLHF's slots are global steps)
+    """
+
+    @in_place_of(generator, "fit")
+    def fit_and_evaluate(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        queue = self.rollout_queue
+
+        def put(payload: Any, block: bool) -> None:
+            if payload == "done":
+                evaluate(self, queue)
+            queue.put(payload, block=block)
+
+        self.rollout_queue = SimpleNamespace(put=put)
+        try:
+            fit(self, *args, **kwargs)
+        finally:
+            self.rollout_queue = queue
+
+    def evaluate(self: Any, queue: Any) -> None:
+        queue.put(_STEP, block=True)
+        while not isinstance(answer := self.rollout_slots.get(block=True), tuple):
+            pass  # a slot that no rollout needs any more
+        _, step = answer
+        if self._should_eval(step):
+            ray.get(self.vllm_lock.acquire.remote())
+            try:
+                metrics = self._run_eval()
+            finally:
+                ray.get(self.vllm_lock.release.remote())
+            queue.put(("eval", step, metrics), block=True)
+
+    @in_place_of(trainer, "fit")
+    def fit_and_answer(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        queue = self.rollout_queue
+
+        def get(block: bool) -> Any:
+            payload = queue.get(block=block)
+            if payload == _STEP:
+                self.rollout_slots.put((_STEP, self.counted["before"] + self.counted["made"]), block=True)
+                payload = queue.get(block=block)
+            return payload
+
+        self.rollout_queue = SimpleNamespace(get=get)
+        try:
+            fit(self, *args, **kwargs)
+        finally:
+            self.rollout_queue = queue
