@@ -41,6 +41,7 @@ def use_off_policy_parts(trainer_module: Any) -> None:
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())
     _resume_after_the_data(trainer)
     _resume_with_the_given_metric(trainer)
+    _warn_of_a_missing_metric(trainer)
     _after(trainer, "init_checkpoint_states", _save_pools_first)
     _after(trainer, "init_checkpoint_states", _send_a_frozen_actor_no_samples)
     for name in ("save_logs_and_checkpoints", "save_best_checkpoint"):
@@ -182,6 +183,20 @@ def _resume_with_the_given_metric(trainer: type) -> None:
         given, saved = self.args.ckpt.best_metric_key, states.get("best_eval_metric_key")
         if saved != "none" and given in ("", saved):
             upstream(self, states)
+
+
+def _warn_of_a_missing_metric(trainer: type) -> None:
+    """Warn if an evaluation lacks `--ckpt.best_metric_key`: OpenRLHF then writes no best checkpoint, without a word."""
+
+    @in_place_of(trainer, "save_best_checkpoint")
+    def save_best_checkpoint(upstream: Any, self: Any, metrics: dict, *args: Any) -> None:
+        if (key := self.args.ckpt.best_metric_key) not in {"", "none", *metrics}:
+            print(
+                f"openrlhf-bapo: warning: --ckpt.best_metric_key {key}: the evaluation has no such metric, so no best "
+                f"checkpoint is written; it has {', '.join(metrics)}",
+                flush=True,
+            )
+        upstream(self, metrics, *args)
 
 
 def _resume_generator(generator: type) -> None:

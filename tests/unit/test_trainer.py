@@ -192,6 +192,16 @@ def test_a_resumed_run_chooses_its_best_checkpoint_by_its_own_metric(given, save
     assert (trainer.best_eval_metric_key, trainer.best_eval_metric_value) == expected
 
 
+@pytest.mark.parametrize(("source", "warns"), [("default", False), ("typo", True)])
+def test_a_best_metric_that_no_evaluation_has_is_said_with_those_that_it_has(directory, capfd, source, warns):
+    key = f"eval_{source}_pass1"
+    flags = dict(eval__dataset=directory / "train.jsonl", eval__steps=3, train__num_episodes=1)
+    make_trainer(directory, **flags, ckpt__best_metric_key=key).fit()
+    said = f"warning: --ckpt.best_metric_key {key}: the evaluation has no such metric, so no best checkpoint is written"
+    out = capfd.readouterr().out
+    assert out.count(said) == warns and (f"{said}; it has eval_default_pass" in out) == warns
+
+
 @pytest.mark.parametrize("mode", ["budget", "plain"])
 def test_rollouts_and_evaluations_are_sampled_at_their_own_temperatures(directory, mode):
     top_p = 0.9 if mode == "plain" else 1.0  # under a budget the ratio is against the engine's log-probs
