@@ -40,8 +40,6 @@ if [ "${DRY_RUN:-}" != command ]; then
   mkdir -p "$RUNS"
   mkdir "$run" 2>/dev/null || { run+=-$$; mkdir "$run"; } # two runs that start in the same second
 fi
-at_start=--eval.at_start
-if [[ " $* " = *" --train.async_enable "* ]]; then at_start=; fi # not allowed there
 command=(.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray
   "${METHOD_FLAGS[@]}"
   --actor.model_name_or_path "$RUNS/start/model"
@@ -65,7 +63,7 @@ command=(.venv/bin/python -m openrlhf_bapo.cli.train_ppo_ray
   --train.num_episodes "$episodes"
   --train.max_epochs "$EPOCHS"
   --train.micro_batch_size $((UPDATES > 8 ? 16 : 32))
-  ${at_start:+$at_start}
+  --eval.at_start
   --eval.dataset "$RUNS/start/heldout.jsonl"
   --eval.steps "$EVAL_STEPS"
   --eval.temperature 1.0

@@ -214,8 +214,6 @@ def _clashes_of_data(args: Namespace) -> Problems:
         yield "eval.dataset", f"OpenRLHF evaluates with {sources}"
     if args.eval.at_start and not args.eval.dataset:
         yield "eval.at_start", "does nothing without --eval.dataset"
-    if args.eval.at_start and args.train.async_enable:
-        yield "eval.at_start", "allowed only without --train.async_enable"
     if data.prompt_probs is not None:
         num_sets = len(listed(data.prompt_dataset))
         probabilities = []

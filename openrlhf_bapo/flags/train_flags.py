@@ -76,7 +76,7 @@ _HELP = {
     "0: none (default: 0.1)",
     "ckpt.on_interrupt": "on SIGTERM or Ctrl-C, finish the training step and write a checkpoint; a second signal ends "
     "the run at once",
-    "eval.at_start": "also evaluate before the first update, logged as step 0 (sync training only)",
+    "eval.at_start": "also evaluate before the first update, logged as step 0",
 }
 
 

@@ -16,7 +16,7 @@ from openrlhf_bapo.openrlhf.run_counts import count_steps, note_groups
 
 def use_off_policy_parts(trainer_module: Any) -> None:
     """Put our parts into `openrlhf.trainer.ppo_trainer` or `ppo_trainer_async`."""
-    from openrlhf_bapo.openrlhf.async_evaluation import evaluate_after_the_last_step
+    from openrlhf_bapo.openrlhf.async_evaluation import answer_with_the_last_step, evaluate_first_and_last_step
     from openrlhf_bapo.openrlhf.experience_maker import OffPolicyExperienceMaker
     from openrlhf_bapo.openrlhf.partial_rollouts import make_samples_generator
     from openrlhf_bapo.openrlhf.rollout_faults import save_when_a_rollout_fails, save_when_an_async_rollout_fails
@@ -35,7 +35,8 @@ def use_off_policy_parts(trainer_module: Any) -> None:
         trainer = trainer_module.TrainingActor.__ray_metadata__.modified_class
         generator = trainer_module.GenerateSamplesActor.__ray_metadata__.modified_class
         _resume_generator(generator)
-        evaluate_after_the_last_step(trainer, generator)
+        evaluate_first_and_last_step(generator)
+        answer_with_the_last_step(trainer)
         _after(generator, "fit", note_groups)  # before the trainer learns that the rollouts have ended
         save_when_an_async_rollout_fails(trainer, generator)
     _after(trainer, "broadcast_to_vllm", lambda trainer: trainer.experience_maker.count_version())

@@ -101,6 +101,7 @@ SOURCES = [
     ("openrlhf.cli.train_ppo_ray", "args = parser.parse_args()", "our flags"),
     ("openrlhf.cli.train_ppo_ray", "from openrlhf.utils.config import hierarchize", "the plan's arguments"),
     ("openrlhf.trainer.ppo_trainer_async", "self.rollout_slots.get(block=True)", "the plan's bound on staleness"),
+    ("openrlhf.trainer.ppo_trainer_async", 'self.rollout_queue.put("done", block=True)', "the last evaluation"),
     ("openrlhf.trainer.ppo_trainer", "checkpoint_states = self.init_checkpoint_states()", "--eval.at_start"),
     ("openrlhf.utils.deepspeed.deepspeed", 'init_device_mesh(\n            "cuda", ', "the device mesh on CPU"),
     ("openrlhf.trainer.ppo_utils.replay_buffer", 'torch.device(f"cuda:{', "the replay buffer's device on CPU"),

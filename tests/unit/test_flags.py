@@ -131,8 +131,6 @@ TOGETHER = r"""
 --policy_loss m2 --actor.eps_clip 0.3 => : not allowed with --policy_loss m2
 --policy_loss topr --actor.dual_clip 3 => --actor.dual_clip 3.0: ... allowed with ppo, bapo, m2, div
 --policy_loss balanced --algo.advantage.is_correction_level seq => : ... --policy_loss balanced: off
---eval.dataset {d}/train.jsonl --eval.at_start --train.async_enable
-    => --eval.at_start: allowed only without --train.async_enable
 --partial.token_budget 9 --train.agent_func_path agent.py
     => --partial.token_budget 9: ... allowed without --train.agent_func_path
 --partial.token_budget 9 --rollout.vllm_generate_batch_size 32 --train.async_enable

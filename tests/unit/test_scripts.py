@@ -180,12 +180,6 @@ def test_a_quickstart_that_starts_in_the_same_second_as_another_has_its_own_fold
     assert len({*folders}) == 2 and all((tree.folder / folder).is_dir() for folder in folders)
 
 
-def test_a_quickstart_evaluates_at_the_start_except_in_async_training(quickstart):
-    for flags in ([], ["--train.async_enable"]):
-        train = quickstart("train_bapo_quickstart.sh", *flags)[1]["train"]
-        assert ("--eval.at_start" in train) == (not flags)
-
-
 @contextlib.contextmanager
 def while_it_waits(lock: Path, *command: str | Path, **options) -> Iterator[subprocess.Popen]:
     """Start a program while this process holds a lock; the body of `with` runs when the program waits for it."""
