@@ -56,7 +56,10 @@ def evaluate_first_and_last_step(generator: type[Any]) -> None:
 
 
 def answer_with_the_last_step(trainer: type[Any]) -> None:
-    """Make the trainer answer the generator, and save no best checkpoint of an evaluation before the first step."""
+    """Make the trainer answer the generator, and save no best checkpoint before its first step.
+
+    OpenRLHF would save one without the state of the data, which no run could resume.
+    """
 
     @in_place_of(trainer, "fit")
     def fit_and_answer(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,6 +79,6 @@ def answer_with_the_last_step(trainer: type[Any]) -> None:
             self.rollout_queue = queue
 
     @in_place_of(trainer, "save_best_checkpoint")
-    def save_best_checkpoint(save: Any, self: Any, metrics: dict, step: int, *args: Any) -> None:
-        if step > 0:  # sync training saves none either
-            save(self, metrics, step, *args)
+    def save_best_checkpoint(save: Any, self: Any, *args: Any) -> None:
+        if self.counted["made"]:
+            save(self, *args)
