@@ -217,7 +217,7 @@ def _check_no_clip(values: dict, policy_loss: str, reason: str) -> None:
 def _check_weights(values: dict, policy_loss: str) -> None:
     """Refuse flags that cannot be combined with weights in place of a clip."""
     if (dual_clip := values.get("actor.dual_clip")) is not None:
-        reason = f"has no effect with --policy_loss {policy_loss}, which weighs no token by more than 1"
+        reason = f"has no effect with --policy_loss {policy_loss}, which has weights in place of the ratio"
         raise FlagError(f"--actor.dual_clip {dual_clip}: {reason}; allowed with ppo, bapo, m2, divergence")
     if (level := values.get("algo.advantage.is_correction_level", "off")) != "off":
         reason = f"would weigh tokens a second time; allowed with --policy_loss {policy_loss}: off"

@@ -39,7 +39,8 @@ _HELP = {
     "not finite; for every policy loss (default: 3)",
     "offpolicy.ratio_base": "denominator of the importance ratio for fresh samples: log-probs recomputed by the actor "
     "(as OpenRLHF does), or the rollout engine's; auto: the engine's in async training and for tokens of an older "
-    "version, else recomputed (default with bapo, and wherever data can be stale: auto)",
+    "version, else recomputed (default: auto with a clip rule, replay, a token budget or a lag, and in async training "
+    "with ppo without IS correction; recomputed with --offpolicy.objective decoupled; else as in OpenRLHF)",
     "offpolicy.objective": "behavior: the ratio is against the policy that generated the token; decoupled: it is "
     "against the policy that the training step starts from, and --offpolicy.weight corrects for the rest (default: "
     "behavior)",
@@ -48,7 +49,8 @@ _HELP = {
     "min(s, 2), or --algo.advantage.is_correction_threshold; masked: s, or 0 outside [0.5, 5]; tapered: 1 where the "
     "advantage is positive, min(s, 1) elsewhere; fresh tokens have s = 1 with tapered (default: capped)",
     "offpolicy.weight_level": "with --offpolicy.weight masked or tapered: s of the token, or of the whole response; "
-    "masked takes the geometric mean of the response's (default: token with masked, sequence with tapered)",
+    "tapered takes the product over the response's tokens; masked keeps a response by its geometric mean, and weighs "
+    "each token by its own s (default: token with masked, sequence with tapered)",
     "offpolicy.lag": "train on each rollout N rollouts after it was generated, for studies of exact staleness (sync "
     "training only; default: 0)",
     "replay.ratio": "replayed groups per fresh group; 0: off",

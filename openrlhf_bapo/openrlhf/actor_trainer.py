@@ -53,7 +53,7 @@ class BapoActorTrainer(ppo_actor.ActorPPOTrainer):
         """Make OpenRLHF's pass over the replay buffer; add the metrics `bapo/*`, `entropy/*` and `offpolicy/*`.
 
         `bapo/*` and `entropy/*` are means over updates. `offpolicy/optimizer_steps_taken` counts this pass's steps.
-        `offpolicy/nonfinite_tokens` and `offpolicy/updates_skipped` are logged with off-policy features, and if not 0.
+        `offpolicy/nonfinite_tokens` and `offpolicy/updates_skipped` are logged with off-policy features, else if not 0.
 
         Raises RuntimeError on all ranks if more updates in a row are skipped than `--bapo.max_skipped_updates` allows,
         or if no token at all is finite.

@@ -150,7 +150,7 @@ async def _post(url: str, data: dict, timeout: float) -> str:
             session.post(url, json=data) as response,
         ):
             answer = await response.text(errors="replace")
-    except TimeoutError:
+    except asyncio.TimeoutError:  # before Python 3.11 it is not the builtin one
         raise _Away("timeout", f"{url} gives no answer within {timeout:g} s") from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
         raise _Away("unreachable", f"{url} does not answer ({type(error).__name__}: {error})") from None

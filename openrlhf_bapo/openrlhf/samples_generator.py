@@ -106,9 +106,9 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """Generate the samples of one training step.
 
-        The last batch of the data may be short. After dropped groups, with a clip rule of ours or with replay, it is
-        cut to whole optimizer steps. DeepSpeed would otherwise add what is left over to the next batch's first step.
-        With several ranks it is always cut so that all get as many samples.
+        The last batch of the data may be short. After dropped groups, with a clip rule of ours, replay or a dynamic
+        batch, it is cut to whole optimizer steps. DeepSpeed would otherwise add what is left over to the next batch's
+        first step. With several ranks it is always cut so that all get as many samples.
 
         Returns:
             As upstream: the samples; the percentage of groups that passed dynamic filtering; the number of prompts

@@ -318,7 +318,7 @@ def _count_steps(plan: Plan, args: Namespace) -> None:
     facts["staleness in policy versions"] = ", ".join(f"{what} at most {n}" for what, n in staleness.items())
     if lag := args.offpolicy.lag:
         waiting = f"{lag} rollouts wait ({lag * num_prompts:,} prompts)"
-        facts["lag"] = f"{waiting}; staleness is {lag} from training step {lag} on"
+        facts["lag"] = f"{waiting}; staleness is {lag} from an episode's training step {lag + 1} on"
     if args.train.partial_rollout_enable:
         facts["partial rollouts"] = "a response continues across weight updates; each token knows its policy version"
     facts["the last optimizer step"] = f"trains on samples of a policy {num_steps - 1} optimizer steps ago, or older"

@@ -79,6 +79,15 @@ def test_every_training_command_of_the_pages_passes_openrlhfs_checks_and_ours():
         assert f"at most {largest:.1f} GiB" in README
 
 
+def test_the_recipes_page_has_the_planned_memory_of_the_32b_recipe_on_two_nodes():
+    command = pipeline.run_script("train_bapo_qwen32b.sh", DRY_RUN="command", NUM_NODES=2).stdout
+    args = pipeline.parse(shlex.split(command)[2:])
+    phases = make_plan(args, read_shape(args.actor.model_name_or_path), Machine()).phases["every GPU"]
+    gib = {phase.name: phase.total / GIB for phase in phases}
+    rollout, training = gib.pop("generation"), max(size for name, size in gib.items() if name != "weight sync")
+    assert f"with `NUM_NODES=2` | | 2 nodes of 8 GPUs | {rollout:.0f} / {training:.0f} |" in TEXT
+
+
 def test_every_other_command_of_the_pages_has_flags_that_exist():
     from openrlhf_bapo.cli import data, evaluate
 

@@ -147,7 +147,7 @@ def test_a_lag_is_planned_with_the_prompts_that_wait(planned):
     args, shape = planned
     assert "lag" not in make_plan(args, shape, Machine()).facts
     args.offpolicy.lag = 3
-    said = "3 rollouts wait (48 prompts); staleness is 3 from training step 3 on"  # 16 prompts per rollout
+    said = "3 rollouts wait (48 prompts); staleness is 3 from an episode's training step 4 on"  # 16 per rollout
     assert make_plan(args, shape, Machine()).facts["lag"] == said
 
 

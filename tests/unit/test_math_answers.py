@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from openrlhf_bapo.math_tasks.grader import Grade, MathGrader
 DATA = Path(__file__).parents[1] / "data"
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
 ADVERSARIAL = [json.loads(line) for line in (DATA / "math_pairs_adversarial.jsonl").read_text().splitlines()]
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards_and_evaluation.md").read_text()
 GOLDS = json.loads((DATA / "gold_answers.json").read_text())
 NEEDS_A_WORKER = "\\boxed{\\sqrt{8}}", "2\\sqrt{2}"
 # 9^(9^(9^9)) does not fit into any memory, and Python's power of integers does not return.
@@ -75,10 +77,17 @@ def math_verify_alone(pair: dict) -> bool:
 
 
 def wrongly_graded(grader, pairs: list[dict]) -> list[dict]:
-    """Return the pairs that are judged wrong. None may be wrongly right, or wrong where math-verify alone is right."""
+    """Return the pairs that are judged wrong. None may be wrongly right, or wrong where math-verify alone is right.
+
+    docs/rewards_and_evaluation.md has their numbers.
+    """
     grades = grader.grade([response_of(pair) for pair in pairs], [pair["gold"] for pair in pairs])
     wrong = [pair for pair, grade in zip(pairs, grades, strict=True) if pair["equal"] != grade.is_correct]
     assert [pair for pair in wrong if not pair["equal"] or pair["math_verify"]] == []
+    counts = Counter((pair["equal"], pair["math_verify"]) for pair in pairs)
+    for equal, judged, num_wrong in ((True, "judged unequal", len(wrong)), (False, "judged equal", 0)):
+        num_pairs, alone = counts[equal, True] + counts[equal, False], counts[equal, not equal]
+        assert re.search(rf"^\| {num_pairs} .*{judged} \| {num_wrong} \| {alone} \|$", PAGE, re.MULTILINE)
     return wrong
 
 

@@ -164,6 +164,7 @@ def test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_th
         (SAPO, dict(rule__negative="much"), "--rule.negative: invalid float value: 'much'"),
         (f"{OWN}Switch", dict(rule__wide="maybe"), "--rule.wide: 'maybe': allowed: true, false"),
         (SAPO, dict(actor__eps_clip=0.1), "Sapo: a rule of one's own has its own bounds or weights"),
+        (SAPO, dict(actor__dual_clip=3.0), f"with --policy_loss {SAPO}, which has weights in place of the ratio;"),
         (SAPO, dict(m2__budget=0.1), "--m2.budget 0.1: allowed only with --policy_loss m2"),
         (SAPO, dict(offpolicy__objective="decoupled"), "--offpolicy.objective decoupled: clips each token's ratio"),
     ],

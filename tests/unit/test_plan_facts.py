@@ -43,6 +43,12 @@ def test_large_files_of_lines_are_counted_and_large_arrays_are_not(directory):
     assert "training steps" not in facts(directory, data__prompt_dataset=array)
 
 
+def test_the_first_step_of_the_full_lag_comes_after_as_many_steps(directory):
+    planned = facts(directory, offpolicy__lag=3)["lag"]
+    staleness = [min(3, step - 1) for step in range(1, 9)]  # as tests/integration/test_lag.py finds it
+    assert planned.endswith(f"staleness is 3 from an episode's training step {1 + staleness.index(3)} on")
+
+
 @pytest.mark.parametrize(("generated", "staleness"), [(None, 2), (16, 2), (24, 3), (32, 3), (40, 4), (48, 4)])
 def test_samples_of_a_rollout_for_several_steps_wait_and_grow_older(directory, generated, staleness):
     flags = dict(train__async_enable=True, train__async_queue_size=2, rollout__vllm_generate_batch_size=generated)

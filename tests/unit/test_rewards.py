@@ -179,6 +179,11 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(serve):
     assert len(server.requests) == 2
 
 
+def test_it_is_asked_again_also_where_asyncio_has_its_own_timeout_error(serve, monkeypatch):
+    monkeypatch.setattr(asyncio, "TimeoutError", type("TimeoutError", (Exception,), {}))  # as in Python 3.10
+    test_a_server_that_does_not_answer_in_time_is_asked_again(serve)
+
+
 @pytest.mark.parametrize(
     ("answer", "reason", "said"),
     [
