@@ -35,7 +35,7 @@ from openrlhf_bapo.flags.input_files import (
 from openrlhf_bapo.flags.labels import check_labels
 from openrlhf_bapo.flags.mistakes import FlagError
 from openrlhf_bapo.flags.train_flags import SETTINGS, source_of_staleness
-from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio
+from openrlhf_bapo.openrlhf.settings import has_clip_rule, has_proximal_ratio, packing_problem
 
 FLAGS, FILES, MACHINE = range(3)
 """Depths of `check`: the flags; also the files that they name; also this machine, where data and models must exist."""
@@ -228,6 +228,7 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
                 check_model(f"--{kind}.model_name_or_path", name, must_exist)
     config = check_model("--actor.model_name_or_path", actor, must_exist, args.data.apply_chat_template)
     if config is not None:
+        _refuse_first(filter(None, [packing_problem(args, config)]))
         text = config.get_text_config()
         _refuse_first(find_clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
         for kind, names in (("critic", critics), ("reward", rewards)):

@@ -205,6 +205,14 @@ def _clashes_of_lengths(args: Namespace, num_positions: int | None) -> Problems:
 
 def _clashes_of_data(args: Namespace) -> Problems:
     data = args.data
+    # OpenRLHF refuses --ds.packing_samples with images, and not these, which pack too.
+    packs = {
+        "train.dynamic_batch_enable": args.train.dynamic_batch_enable,
+        "ds.ring_attn_size": args.ds.ring_attn_size > 1,
+    }
+    for name in (name for name, does in packs.items() if does and data.max_images_per_prompt):
+        effect = "packs samples, in which tokens of images get the positions of text"
+        yield name, f"{effect}; allowed without --data.max_images_per_prompt"
     if data.input_template is not None and not takes_an_input(data.input_template):
         yield "data.input_template", "allowed: a text with {} for the input, other braces doubled"
     if data.input_template and data.apply_chat_template:

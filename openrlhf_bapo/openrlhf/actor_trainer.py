@@ -5,6 +5,7 @@ from typing import Any
 
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor
+from transformers import AutoConfig
 
 from openrlhf_bapo.openrlhf.lora import merged_for_engines
 from openrlhf_bapo.openrlhf.nonfinite import NonfiniteTokens, SkippedUpdates
@@ -12,7 +13,7 @@ from openrlhf_bapo.openrlhf.offpolicy_tally import OffPolicyTallies
 from openrlhf_bapo.openrlhf.registration import in_place_of
 from openrlhf_bapo.openrlhf.replay_checkpoint import adapter_settings, save_clip_rule
 from openrlhf_bapo.openrlhf.rule_windows import RuleWindows
-from openrlhf_bapo.openrlhf.settings import is_off_policy
+from openrlhf_bapo.openrlhf.settings import is_off_policy, packing_problem
 from openrlhf_bapo.openrlhf.token_dump import TokenDumps
 from openrlhf_bapo.openrlhf.training_pass import PassPart
 from openrlhf_bapo.openrlhf.workarounds import averaged_weights, set_averaged_weights
@@ -118,8 +119,13 @@ def use_actor_trainer(upstream: Any) -> None:
     actor = upstream.PolicyModelActor.__ray_metadata__.modified_class  # the class behind Ray's actor class
 
     @in_place_of(actor, "init_model_from_pretrained")
-    def init_model_from_pretrained(init: Any, self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, strategy, *args, **kwargs)
+    def init_model_from_pretrained(
+        init: Any, self: Any, strategy: Any, pretrain: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Models on the hub, which the checks before the start do not read.
+        if problem := packing_problem(strategy.args, AutoConfig.from_pretrained(pretrain, trust_remote_code=True)):
+            raise RuntimeError(problem)
+        init(self, strategy, pretrain, *args, **kwargs)
         # The actor's first step follows the checkpoint, and the steps that train the critic alone.
         averages = self.checkpoint_states.pop("averages", None)
         if averages is not None and self.ema_model is not None:

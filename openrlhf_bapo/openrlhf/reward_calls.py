@@ -225,7 +225,10 @@ def read_rewards(answer: object, where: str) -> dict:
 
 
 def read_number(values: Any, what: str, finite: bool = True) -> float:
-    """Return the finite number in `values`, which may also be a list or tensor of one; else raise RewardFault."""
+    """Return the finite number in `values`, which may also be a list or tensor of one; else raise RewardFault.
+
+    It is a float, because OpenRLHF's evaluation takes means of rewards, which torch does not do with integers.
+    """
     if hasattr(values, "tolist"):  # a tensor, an array
         values = values.flatten().tolist()
     if not isinstance(values, list | tuple):
@@ -239,7 +242,7 @@ def read_number(values: Any, what: str, finite: bool = True) -> float:
         raise RewardFault("wrong_type", f"{what} is {_shown(value)}, not a number")
     if finite and not math.isfinite(value):
         raise RewardFault("not_finite", f"{what} is {value}")
-    return value
+    return float(value)
 
 
 def _shown(answer: object) -> str:

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import fields
+from typing import Any
 
 from openrlhf_bapo.offpolicy.partial_rollouts import PartialConfig
 from openrlhf_bapo.offpolicy.replay_pool import ReplayConfig
@@ -10,6 +11,9 @@ TOKEN_WEIGHTS = ("none", "rollout_prob")
 
 ESTIMATORS_OVER_SAMPLES = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """Advantage estimators that compare the responses to a prompt."""
+
+_RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding", "conv", "mamba", "recurrent"}
+"""Kinds of layers in configurations of transformers that carry a state from token to token."""
 
 
 def is_off_policy(args: Namespace) -> bool:
@@ -73,3 +77,22 @@ def num_ranks_of(args: Namespace) -> dict[str, int]:
     models = {name: getattr(args, name) for name in trained_models(args)}
     gpus_per_rank = args.ds.ring_attn_size * args.ds.tensor_parallel_size
     return {name: model.num_nodes * model.num_gpus_per_node // gpus_per_rank for name, model in models.items()}
+
+
+def packing_problem(args: Namespace, config: Any) -> str | None:
+    """Return the flag that packs samples into one row, and why a model of this configuration would mix them.
+
+    OpenRLHF marks the samples of a row by their positions alone, which attention layers of transformers 5.15 read.
+    """
+    flags = {
+        "ds.packing_samples": args.ds.packing_samples,
+        "train.dynamic_batch_enable": args.train.dynamic_batch_enable,
+        f"ds.ring_attn_size {args.ds.ring_attn_size}": args.ds.ring_attn_size > 1,
+    }
+    flag = next((flag for flag, packs in flags.items() if packs), None)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    # The text models of Qwen2-VL and Qwen2.5-VL take positions in one row for those of images.
+    if flag is None or not (_RECURRENT & {*kinds} or text.model_type in ("qwen2_vl_text", "qwen2_5_vl_text")):
+        return None
+    return f"--{flag}: the layers of a {text.model_type} would mix packed samples; allowed: without packing"

@@ -18,7 +18,7 @@ openrlhf.models.loss PolicyLoss.forward(log_probs, old_log_probs, advantages, ac
 openrlhf.trainer.ray.launcher BaseDistributedActor._get_free_port()
 openrlhf.trainer.ray.ppo_actor ActorPPOTrainer.ppo_train(kl_ctl)
 openrlhf.trainer.ray.ppo_actor ActorPPOTrainer.broadcast_to_vllm()
-openrlhf.trainer.ray.ppo_actor PolicyModelActor.init_model_from_pretrained(strategy)
+openrlhf.trainer.ray.ppo_actor PolicyModelActor.init_model_from_pretrained(strategy, pretrain)
 openrlhf.trainer.ppo_trainer compute_eval_metrics(eval_dataloader, samples_list, n_samples_per_prompt)
 openrlhf.trainer.ppo_trainer prepare_datasets(strategy, tokenizer)
 openrlhf.trainer.ppo_trainer BasePPOTrainer.ppo_train(global_steps)

@@ -146,6 +146,8 @@ TOGETHER = r"""
 --replay.ratio 0.5 --rollout.n_samples_per_prompt 6
     => --replay.ratio 0.5: draws 8 groups per training step; allowed: a ratio that draws at least 16
 --replay.ratio 1 --data.max_images_per_prompt 1 => --replay.ratio 1.0: ... without --data.max_images
+--train.dynamic_batch_enable --data.max_images_per_prompt 1 => --train.dynamic_batch_enable: packs ... positions of text
+--ds.ring_attn_size 2 --actor.num_gpus_per_node 2 --data.max_images_per_prompt 1 => --ds.ring_attn_size 2: packs samples
 --offpolicy.ratio_base rollout --algo.advantage.is_correction_level seq => : ... second time
 --offpolicy.objective decoupled --algo.advantage.is_correction_level off
     => : is --offpolicy.weight none or tapered; allowed: token, seq

@@ -367,6 +367,10 @@ FAULTS = [
             edit("config.json", tie_word_embeddings=True), "--ds.lora.rank 8 --ds.lora.target_modules q_proj lm_head"
         ),
     ),
+    (
+        "--ds.packing_samples: the layers of a qwen3_next would mix packed samples; allowed: without packing",
+        model(edit("config.json", model_type="qwen3_next", layer_types=None), "--ds.packing_samples"),
+    ),
     ("wrong.py: is still loading after 3 s", never_loaded),
     ("agent.txt: allowed: an agent file (.py)", agent("", "agent.txt")),
     (
