@@ -266,7 +266,7 @@ def _clashes_of_replay(args: Namespace) -> Problems:
 def _clashes_of_sampling(args: Namespace) -> Problems:
     """Refuse a nucleus where the engine's log-probs count: they are of the nucleus alone, and the actor's are not."""
     if args.rollout.top_p != 1 and (flag := compares_engine(args)):
-        reason = f"changes the engine's log-probs, and {flag} compares them with the actor's"
+        reason = f"changes the engine's log-probs, and {flag} uses them as the actor's"
         yield "rollout.top_p", f"{reason}; allowed: 1"
 
 

@@ -137,7 +137,7 @@ CHECKS = (
     ),
     Check(
         "offpolicy/ess",
-        "the effective sample size is {value:.2f} of the samples",
+        "the effective sample size is {value:.2f} of the tokens",
         wrong=0.65,
         watch=0.85,
         is_above=False,

@@ -79,6 +79,6 @@ def answer_with_the_last_step(trainer: type[Any]) -> None:
             self.rollout_queue = queue
 
     @in_place_of(trainer, "save_best_checkpoint")
-    def save_best_checkpoint(save: Any, self: Any, *args: Any) -> None:
+    def save_best_checkpoint(save: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if self.counted["made"]:
-            save(self, *args)
+            save(self, *args, **kwargs)

@@ -21,7 +21,7 @@ from openrlhf_bapo.offpolicy.replay_pool import Group, ReplayPool
 from openrlhf_bapo.openrlhf.sample_buffer import SampleBuffer, to_fields, to_tensors
 from openrlhf_bapo.openrlhf.samples_generator import RolloutSamples
 from openrlhf_bapo.openrlhf.settings import (
-    has_proximal_ratio,
+    compares_engine,
     is_decoupled,
     is_off_policy,
     is_tapered,
@@ -79,9 +79,6 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         experiences = super().make_experience(samples_list)
         if is_off_policy(self.args):
             mismatch, num_mixed, base = [], 0, self.args.offpolicy.ratio_base
-            is_corrected = self.args.algo.advantage.is_correction_level != "off" or is_tapered(self.args)
-            weighs_by_engine = self.args.bapo.token_weight == "rollout_prob" and has_proximal_ratio(self.args)
-            needs_engine = base != "recomputed" or is_corrected or weighs_by_engine
             for experience in experiences:
                 mask = experience.action_mask
                 experience.versions = torch.where(mask > 0, experience.versions + self.version_offset, 0)
@@ -93,7 +90,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
                     mismatch.append(gap[(mask > 0) & (experience.staleness == 0)])
                 if self.pool is None:
                     experience.start_log_probs = experience.action_log_probs
-                if needs_engine and experience.rollout_log_probs is None:
+                if compares_engine(self.args) and experience.rollout_log_probs is None:
                     raise ValueError(
                         "the agent of --train.agent_func_path returned no rollout_log_probs, which the ratio or its "
                         "correction needs (in async training, with --offpolicy.ratio_base rollout, "

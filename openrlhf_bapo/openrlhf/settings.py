@@ -48,12 +48,14 @@ def reads_engine_log_probs(args: Namespace) -> bool:
 
 
 def compares_engine(args: Namespace) -> str:
-    """Return the flag and value by which the loss compares the engine's log-probs with the actor's; "" if none does."""
+    """Return the flag and value by which loss or search use the engine's log-probs as the actor's; "" if none does."""
     off, level = args.offpolicy, args.algo.advantage.is_correction_level
     if off.ratio_base in ("rollout", "auto"):
         return f"--offpolicy.ratio_base {off.ratio_base}"
     if is_tapered(args):
         return "--offpolicy.weight tapered"
+    if args.bapo.token_weight == "rollout_prob" and has_proximal_ratio(args):
+        return "--bapo.token_weight rollout_prob"
     return "" if level == "off" else f"--algo.advantage.is_correction_level {level}"
 
 

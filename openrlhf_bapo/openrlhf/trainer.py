@@ -190,14 +190,14 @@ def _warn_of_a_missing_metric(trainer: type) -> None:
     """Warn if an evaluation lacks `--ckpt.best_metric_key`: OpenRLHF then writes no best checkpoint, without a word."""
 
     @in_place_of(trainer, "save_best_checkpoint")
-    def save_best_checkpoint(upstream: Any, self: Any, metrics: dict, *args: Any) -> None:
+    def save_best_checkpoint(upstream: Any, self: Any, metrics: dict, *args: Any, **kwargs: Any) -> None:
         if (key := self.args.ckpt.best_metric_key) not in {"", "none", *metrics}:
             print(
                 f"openrlhf-bapo: warning: --ckpt.best_metric_key {key}: the evaluation has no such metric, so no best "
                 f"checkpoint is written; it has {', '.join(metrics)}",
                 flush=True,
             )
-        upstream(self, metrics, *args)
+        upstream(self, metrics, *args, **kwargs)
 
 
 def _resume_generator(generator: type) -> None:

@@ -134,7 +134,7 @@ def _refuse_other_distribution(asked: Any, flag: str, of_run: Any) -> None:
         if value != wanted[name]:
             raise RuntimeError(
                 f"--train.agent_func_path: the agent samples with {name} {value}, which changes the engine's "
-                f"log-probs, and {flag} compares them with the actor's; allowed: {wanted[name]}"
+                f"log-probs, and {flag} uses them as the actor's; allowed: {wanted[name]}"
             )
 
 

@@ -27,5 +27,5 @@ def test_a_nucleus_of_an_agent_ends_a_run_whose_loss_reads_the_engines_log_probs
     assert code == 1
     assert lines[-3].endswith(
         "the run has ended: --train.agent_func_path: the agent samples with top_p 0.5, which changes the engine's "
-        "log-probs, and --offpolicy.ratio_base rollout compares them with the actor's; allowed: 1.0"
+        "log-probs, and --offpolicy.ratio_base rollout uses them as the actor's; allowed: 1.0"
     )

@@ -140,7 +140,7 @@ def test_the_command_prints_findings_with_remedies_as_text_or_json_and_exits_wit
     assert call(tmp_path / "good") == 0 and capsys.readouterr().out == f"{tmp_path / 'good'}: nothing found\n"
     assert call(tmp_path / "good", tmp_path / "bad") == 1
     said = capsys.readouterr().out
-    assert "wrong: the effective sample size is 0.30 of the samples (`offpolicy/ess`, since step 38)" in said
+    assert "wrong: the effective sample size is 0.30 of the tokens (`offpolicy/ess`, since step 38)" in said
     assert doctor.REMEDIES["offpolicy/ess"] in said
     assert call(tmp_path / "bad", "--json") == 1
     ((finding,),) = json.loads(capsys.readouterr().out).values()

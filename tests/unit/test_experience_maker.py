@@ -529,8 +529,9 @@ def test_pools_of_checkpoints_that_a_best_checkpoint_replaced_are_removed_at_onc
     trainer = getattr(importlib.import_module(f"openrlhf.trainer.{module}"), name)
     for folder in ("_actor/best_global_step4", "_replay/best_global_step4", "_replay/best_global_step2"):
         (tmp_path / folder).mkdir(parents=True)
-    args = Namespace(ckpt=Namespace(path=tmp_path))
-    trainer.__ray_metadata__.modified_class.save_best_checkpoint(Namespace(args=args), {}, global_step=4)
+    args = Namespace(ckpt=Namespace(path=tmp_path, best_metric_key=""))
+    run = Namespace(args=args, counted={"made": 4})
+    trainer.__ray_metadata__.modified_class.save_best_checkpoint(run, {}, global_step=4)
     assert [path.name for path in (tmp_path / "_replay").iterdir()] == ["best_global_step4"]
 
 

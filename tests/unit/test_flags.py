@@ -167,6 +167,8 @@ TOGETHER = r"""
 --offpolicy.lag 2 --rollout.top_p 0.9 => : ... --offpolicy.ratio_base auto
 --offpolicy.objective decoupled --rollout.top_p 0.9 => : ... is_correction_level token
 --offpolicy.objective decoupled --offpolicy.weight tapered --rollout.top_p 0.9 => : ... weight tapered
+--policy_loss bapo --offpolicy.objective decoupled --offpolicy.weight none --bapo.token_weight rollout_prob
+    --rollout.top_p 0.9 => : ... --bapo.token_weight rollout_prob uses them
 --offpolicy.objective decoupled --offpolicy.weight heavy => --offpolicy.weight: invalid choice: 'heavy'
 --policy_loss ppo --actor.policy_loss_type gspo => --policy_loss ppo: ... --actor.policy_loss_type ppo
 --actor.policy_loss_type gspo --replay.ratio 1 => --replay.ratio 1.0: ... every --policy_loss but gspo
