@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import math
 from itertools import cycle
 from pathlib import Path
 
@@ -93,8 +94,8 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
     """Read all scalars of the event files under a directory, by OpenRLHF's names.
 
     Several runs may have logged to one directory. A run that is resumed starts a file after the first step of the
-    run's other files, and repeats the steps after its checkpoint: the values of the last time count. A file that starts
-    at the first step again is of another run.
+    run's other files, and goes on from its checkpoint: values of later steps from before that do not count. A file that
+    starts at the first step again is of another run.
 
     Returns:
         (folder of the first file, scalars) of each run, the newest last; FileNotFoundError if there is none.
@@ -107,10 +108,15 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
         if logged := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}:
             files.append((min(events[0].wall_time for events in logged.values()), file, logged))
     runs: list[tuple[Path, dict[str, dict[int, tuple[float, float]]]]] = []
-    for _, file, logged in sorted(files, key=lambda found: found[:2]):
+    for began, file, logged in sorted(files, key=lambda found: found[:2]):
         steps = {tag: {each.step: (each.wall_time, each.value) for each in events} for tag, events in logged.items()}
         if (run := _continued(steps, [run for _, run in runs])) is None:
             runs.append((file.parent, run := {}))
+        first = min((min(steps[tag]) for tag in _of_training(steps.keys() & run.keys())), default=math.inf)
+        for tag, known in list(run.items()):
+            run[tag] = {step: found for step, found in known.items() if step < first or found[0] >= began}
+            if not run[tag]:
+                del run[tag]
         for tag, by_step in steps.items():
             known = run.setdefault(tag, {})
             known |= {step: found for step, found in by_step.items() if step not in known or found[0] >= known[step][0]}
@@ -124,8 +130,7 @@ def _continued(steps: dict, runs: list[dict]) -> dict | None:
     found = []
     for place, run in enumerate(runs):
         common = steps.keys() & run.keys()
-        # Evaluations may be logged before the first step.
-        common = {tag for tag in common if not tag.startswith(("eval/", "val"))} or common
+        common = _of_training(common) or common
         first, start, end = (
             edge(edge(of[tag]) for tag in common) if common else 0
             for edge, of in ((min, steps), (min, run), (max, run))
@@ -133,6 +138,11 @@ def _continued(steps: dict, runs: list[dict]) -> dict | None:
         if not common or first > start:
             found.append((end + 1 >= first, place, run))
     return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _of_training(tags: set[str]) -> set[str]:
+    # Evaluations may be logged before the first step.
+    return {tag for tag in tags if not tag.startswith(("eval/", "val"))}
 
 
 def _by_openrlhfs_names(by_step: dict[str, dict[int, tuple[float, float]]]) -> Scalars:

@@ -59,7 +59,7 @@ def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
         ("b", 1, 3),  # 1: another
         ("a", 7, 12),  # the first, resumed; the second had not got there
         ("c", 4, 6),  # the second, resumed
-        ("c", 2, 5),  # again, from an earlier checkpoint
+        ("c", 2, 5),  # again, from an earlier checkpoint: the second has not got to step 6 again
         ("d", 20, 21),  # the newest with these steps before it, whose last steps were never written
         ("c", 1, 2),  # 2: a third
     ]
@@ -69,12 +69,15 @@ def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
             writer.add_scalar("eval/eval_sums_pass1", 0.5, 0, walltime=100 * time)
         for step in range(first, last + 1):
             writer.add_scalar("train/rollout/reward_mean", time, step, walltime=100 * time + step)
+        if time == 3:
+            writer.add_scalar("eval/eval_sums_pass1", 1.0, last, walltime=100 * time + last)
         writer.close()
     runs = plot.read_runs(tmp_path)
+    assert [run["eval/eval_sums_pass1"] for _, run in runs] == [([0], [0.5])] * 3  # the one of step 6 does not count
     found = [(folder.name, dict(zip(*run["train/rollout/reward_mean"], strict=True))) for folder, run in runs]
     assert found == [
         ("a", dict.fromkeys(range(1, 7), 0) | dict.fromkeys(range(7, 13), 2)),
-        ("b", {1: 1} | dict.fromkeys(range(2, 6), 4) | {6: 3, 20: 5, 21: 5}),
+        ("b", {1: 1} | dict.fromkeys(range(2, 6), 4) | {20: 5, 21: 5}),
         ("c", {1: 6, 2: 6}),
     ]
     plot.main([str(tmp_path), "-o", str(tmp_path / "curves.png")])
