@@ -240,6 +240,11 @@ def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
                     rows.writerows([label, run, tag, step, value] for step, value in zip(*curve, strict=True))
 
 
+def _folder_name(folder: str) -> str:
+    path = Path(folder).absolute()
+    return (path.parent if path.name == "tensorboard" else path).name
+
+
 def main(argv: list[str]) -> None:
     """Draw, and print the path of the picture."""
     parser = argparse.ArgumentParser(prog="openrlhf-bapo plot", description=__doc__)
@@ -254,15 +259,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--target", type=float, help="target of the positive share, drawn as a line")
     parser.add_argument("--csv", type=Path, help="also write all logged numbers to this file")
     args = parser.parse_args(argv)
+    parts = [run.rpartition("=") if not Path(run).exists() else ("", "", run) for run in args.runs]
+    names = [label or _folder_name(folder) for label, _, folder in parts]
     groups: dict[str, list[dict]] = {}
-    for run in args.runs:
-        label, _, folder = run.rpartition("=") if not Path(run).exists() else ("", "", run)
-        path = Path(folder)
+    for run, name, (label, _, folder) in zip(args.runs, names, parts, strict=True):
         try:
-            scalars = read_newest(path, "drawn")
+            scalars = read_newest(Path(folder), "drawn")
         except FileNotFoundError as error:
             parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
-        groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)
+        # Only a label makes runs one line: folders of one name may be of several methods.
+        groups.setdefault(label or (name if names.count(name) == 1 else folder), []).append(scalars)
     for label, runs in groups.items():
         ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
         if ends[0] < ends[-1]:

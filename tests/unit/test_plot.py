@@ -172,3 +172,15 @@ def test_a_run_without_a_label_has_its_folders_name_equals_signs_are_allowed_and
     plot.main([*map(str, runs), "-o", str(tmp_path / "x.foo")])
     assert (tmp_path / "x.foo").read_bytes().startswith(b"\x89PNG")
     assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b", "lr=1e-4", "lr=2"]
+
+
+def test_runs_without_a_label_are_several_lines_also_if_their_folders_have_one_name(
+    tmp_path, figures, monkeypatch
+):
+    for name in ("ppo/seed1", "bapo/seed1", "bapo/seed2"):
+        log(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "bapo/seed2")
+    runs = [f"{tmp_path}/ppo/seed1", "../seed1", ".", f"two={tmp_path}/ppo/seed1", "two=../seed1"]
+    plot.main([*runs, "-o", "x.png"])
+    labels = [line.get_label() for line in figures[0].axes[0].lines]
+    assert labels == [f"{tmp_path}/ppo/seed1", "../seed1", "seed2", "two"]
