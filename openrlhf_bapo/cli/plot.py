@@ -229,6 +229,22 @@ def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], 
     return steps, [sum(v) / len(v) for v in values], list(map(min, values)), list(map(max, values))
 
 
+def _warn_of_fewer_runs(label: str, runs: list[Scalars], drawn: list[str]) -> None:
+    """Say which steps the means of several runs leave out, and which of the `drawn` tags only some of the runs have."""
+    *_, last = ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
+    if ends[0] < last:
+        warn(f"{label}: its {len(runs)} runs end at steps {', '.join(map(str, ends))}; the mean ends at {ends[0]}")
+    curves = {tag: [set(scalars[tag][0]) for scalars in runs if tag in scalars] for tag in drawn}
+    logged = {tag: steps for tag, steps in curves.items() if steps}
+    if some := [tag for tag, steps in logged.items() if len(steps) < len(runs)]:
+        warn(f"{label}: not all of its {len(runs)} runs have {', '.join(some)}; the mean is of those that have it")
+    missing = {tag: steps[0].union(*steps) - steps[0].intersection(*steps) for tag, steps in logged.items()}
+    left_out = {tag: sum(step <= ends[0] for step in steps) for tag, steps in missing.items()}
+    if most := max(left_out.values(), default=0):
+        tags = ", ".join(tag for tag, num in left_out.items() if num == most)
+        warn(f"{label}: the mean leaves out up to {most} other steps, which not all of its runs have (of {tags})")
+
+
 def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
     """Write one row per logged number: label, index of the run in its label, tag, global step, value."""
     with open(file, "w", newline="") as output:
@@ -269,11 +285,10 @@ def main(argv: list[str]) -> None:
             parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
         # Only a label makes runs one line: folders of one name may be of several methods.
         groups.setdefault(label or (name if names.count(name) == 1 else folder), []).append(scalars)
-    for label, runs in groups.items():
-        ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
-        if ends[0] < ends[-1]:
-            warn(f"{label}: its {len(runs)} runs end at steps {', '.join(map(str, ends))}; the mean ends at {ends[0]}")
     try:
+        drawn = [tag for _, tags in _panels_with_data(groups) for tag in tags]
+        for label, runs in groups.items():
+            _warn_of_fewer_runs(label, runs, drawn)
         draw(groups, args.target, args.output)
         if args.csv:
             _write_csv(groups, args.csv)

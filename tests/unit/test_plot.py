@@ -112,6 +112,21 @@ def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_t
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
 
 
+def test_a_line_says_of_which_steps_and_curves_a_mean_is_not_of_all_runs(tmp_path, capsys):
+    for every in (10, 7):
+        with SummaryWriter(tmp_path / f"{every}") as writer:
+            for step in range(every, 106, every):
+                writer.add_scalar("train/reward", 0.5, step)
+                if every == 7:
+                    writer.add_scalar("train/entropy", 0.5, step)
+    plot.main([*(f"a={tmp_path / run}" for run in ("10", "7")), "-o", str(tmp_path / "x.png")])
+    _, lacking, steps = capsys.readouterr().err.splitlines()  # the first: where the mean ends
+    assert lacking.endswith("a: not all of its 2 runs have train/entropy_loss; the mean is of those that have it")
+    # Up to 100, 10 and 14 steps, of which both have 70.
+    left_out = "a: the mean leaves out up to 22 other steps, which not all of its runs have"
+    assert steps.endswith(f"{left_out} (of train/rollout/reward_mean)")
+
+
 def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path, figures):
     log(tmp_path / "ours")
     trls = ["train/reward", "train/entropy", "train/grad_norm"]
@@ -174,9 +189,7 @@ def test_a_run_without_a_label_has_its_folders_name_equals_signs_are_allowed_and
     assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b", "lr=1e-4", "lr=2"]
 
 
-def test_runs_without_a_label_are_several_lines_also_if_their_folders_have_one_name(
-    tmp_path, figures, monkeypatch
-):
+def test_runs_without_a_label_are_several_lines_also_if_their_folders_have_one_name(tmp_path, figures, monkeypatch):
     for name in ("ppo/seed1", "bapo/seed1", "bapo/seed2"):
         log(tmp_path / name)
     monkeypatch.chdir(tmp_path / "bapo/seed2")
