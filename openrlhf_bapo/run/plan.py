@@ -186,20 +186,27 @@ def _full_pool(args: Namespace) -> Term:
 def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
     """Return the bytes that a run writes, by the flag of the folder. A critic counts as a model of the actor's size.
 
-    Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
+    Not counted: models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
     n, weight_bytes = shape.num_parameters, 4 if args.ds.param_dtype == "fp32" else 2
     adapter = _num_adapter(args, shape)
     name, saved = ("the adapter", adapter) if adapter else ("the model", n)
     terms = {"--ckpt.output_dir": [Term(name, weight_bytes * saved, f"{saved:,} parameters x {weight_bytes} bytes")]}
-    if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
+    num_kept = (0 < args.ckpt.save_steps < math.inf) * args.ckpt.max_num + _keeps_the_best(args)
+    if num_kept and not args.ckpt.disable_ds:
         models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
         pool = _full_pool(args) if args.replay.ratio else None
-        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool, adapter)
+        terms["--ckpt.path"] = checkpoint_terms(models, num_kept, weight_bytes, pool, adapter)
         if args.train.enable_ema:
-            size, formula = args.ckpt.max_num * 4 * n, f"{args.ckpt.max_num} x {n:,} parameters x 4 bytes"
+            size, formula = num_kept * 4 * n, f"{num_kept} x {n:,} parameters x 4 bytes"
             terms["--ckpt.path"].append(Term("averaged weights", size, formula))
     return terms
+
+
+def _keeps_the_best(args: Namespace) -> bool:
+    """Return whether OpenRLHF keeps the checkpoint of the best evaluation beside those of --ckpt.max_num."""
+    evaluates = args.eval.dataset and 0 < args.eval.steps < math.inf
+    return bool(evaluates and args.ckpt.best_metric_key != "none")
 
 
 def _room(flag: str, args: Namespace) -> tuple[Path, int]:
@@ -216,7 +223,8 @@ def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
     for flag, terms in disk_terms(args, shape).items():
         folder, room = _room(flag, args)
         if (needed := sum(term.bytes for term in terms)) > room:
-            of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints" if flag == "--ckpt.path" else ""
+            best = " and the best evaluation's" * _keeps_the_best(args)
+            of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints{best}" if flag == "--ckpt.path" else ""
             found.append(f"{flag} {folder}: a run writes {needed:,} bytes{of}, and {room:,} are free")
     return found
 

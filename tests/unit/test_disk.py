@@ -48,6 +48,20 @@ def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_po
     assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
 
 
+def test_the_checkpoint_of_the_best_evaluation_is_one_more(directory):
+    shape = read_shape(str(directory / "model"))
+    n, dataset = shape.num_parameters, str(directory / "train.jsonl")
+
+    def size(**flags) -> int:
+        args = parse(directory, eval__dataset=dataset, **flags)
+        return sum(term.bytes for term in disk_terms(args, shape).get("--ckpt.path", []))
+
+    assert size(eval__steps=5) == 4 * 14 * n
+    assert size(eval__steps=5, train__enable_ema=True) == 4 * 18 * n
+    assert size(eval__steps=5, ckpt__save_steps=None) == 14 * n
+    assert size(eval__steps=5, ckpt__best_metric_key="none") == size(eval__steps=-1) == 3 * 14 * n
+
+
 def test_with_lora_the_saved_model_is_the_adapter_also_before_openrlhf_has_filled_in_its_flags(directory):
     shape, adapter = read_shape(str(directory / "model")), 8 * (2 * (4 * 128 + 3 * 160))
     args = parse(directory, ds__lora__rank=8, ckpt__max_num=1, train__dynamic_batch_enable=True)
