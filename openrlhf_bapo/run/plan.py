@@ -424,7 +424,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
     speed = f"{machine.utilization:.0%} of {machine.gpu_tflops:g} TFLOP/s per GPU"
     plan.facts[f"time with responses of {response:,} tokens"] = (
         f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), "
-        f"training {training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {speed})"
+        f"training {training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {speed}), with prompts of {prompt:,} tokens"
     )
     if num_forwards:
         seconds, flops = training_time(0, ratio_tokens)

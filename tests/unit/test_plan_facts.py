@@ -96,6 +96,15 @@ def test_a_machine_that_cannot_be_is_one_line(flag, value, allowed, capsys):
     assert line == f"--plan.{flag} {float(value)}: allowed: {allowed}"
 
 
+def test_a_mean_response_is_at_most_the_longest_one_and_the_time_says_how_long_its_prompts_are(directory, capsys):
+    for longest, allowed, prompt in ((None, 24, 0), (8, 8, 16)):
+        flags = pipeline.flags(directory, policy_loss="bapo", data__max_len=24, rollout__max_new_tokens=longest)
+        line = pipeline.refusal(["--plan.response_tokens", "25", *flags], capsys, plan.main)
+        assert line == f"--plan.response_tokens 25: allowed: up to {allowed}, the longest response of the run"
+        plan.main(["--plan.response_tokens", "7", *flags])
+        assert f", with prompts of {prompt} tokens" in capsys.readouterr().out
+
+
 def test_a_plan_in_fp32_is_refused_because_its_bytes_are_those_of_gpus(directory, capsys):
     line = pipeline.refusal(pipeline.flags(directory, ds__param_dtype="fp32"), capsys, plan.main)
     assert line == "--ds.param_dtype fp32: is for CPUs, and the plan is for GPUs; allowed: bf16, fp16"
