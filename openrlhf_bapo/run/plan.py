@@ -300,8 +300,11 @@ def _count_gpus(plan: Plan, args: Namespace) -> None:
         plan.facts["GPUs"] = f"{groups['actor']}, where training and rollout take turns"
     else:
         plan.facts["GPUs"] = f"{sum(groups.values())}: " + ", ".join(f"{n} {name}" for name, n in groups.items())
+    unplanned = ["memory of the reference model's GPUs"] * ("reference" in groups)
     if args.critic.model_name_or_path or not args.reward.remote_url:
-        plan.facts["not planned"] = "memory and time of critic and reward model"
+        unplanned.append("memory and time of critic and reward model")
+    if unplanned:
+        plan.facts["not planned"] = ", ".join(unplanned)
 
 
 def _count_steps(plan: Plan, args: Namespace) -> None:

@@ -70,6 +70,13 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path, mode
     assert shape.max_position_embeddings == model.config.max_position_embeddings
 
 
+def test_the_plan_says_that_it_leaves_out_the_memory_of_a_reference_model_on_gpus_of_its_own(directory):
+    found = [facts(directory, algo__kl__init_coef=coef).get("not planned") for coef in (0, 0.01)]
+    assert found == [None, "memory of the reference model's GPUs"]
+    shared = facts(directory, algo__kl__init_coef=0.01, train__colocate_actor_ref=True)
+    assert shared["GPUs"].endswith("1 engines") and "not planned" not in shared
+
+
 def test_the_plan_names_the_model_that_it_plans_with(directory, tmp_path, capsys):
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 32}))
