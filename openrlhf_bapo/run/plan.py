@@ -148,6 +148,9 @@ def _plan_disk(plan: Plan, args: Namespace, shape: ModelShape) -> None:
         size = sum(term.bytes for term in terms) / GIB
         parts = "; ".join(f"{term.name} {term.bytes / GIB:,.1f} GiB = {term.formula}" for term in terms)
         plan.facts[f"disk, {flag}"] = f"{size:,.1f} GiB ({parts}); free here: {_room(flag, args)[1] / GIB:,.1f} GiB"
+    if args.ckpt.save_hf:
+        size = sum(term.bytes for term in disk_terms(args, shape)["--ckpt.output_dir"]) / GIB
+        plan.facts["disk, --ckpt.save_hf"] = f"{size:,.1f} GiB more with each checkpoint, never removed"
 
 
 def _plan_memory(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:

@@ -77,6 +77,11 @@ def test_the_plan_says_that_it_leaves_out_the_memory_of_a_reference_model_on_gpu
     assert shared["GPUs"].endswith("1 engines") and "not planned" not in shared
 
 
+def test_the_plan_says_what_each_model_beside_a_checkpoint_takes(directory):
+    name, size = "disk, --ckpt.save_hf", "0.0 GiB more with each checkpoint, never removed"
+    assert [facts(directory, ckpt__save_hf=given).get(name) for given in (None, True)] == [None, size]
+
+
 def test_the_plan_names_the_model_that_it_plans_with(directory, tmp_path, capsys):
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 32}))
