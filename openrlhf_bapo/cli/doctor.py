@@ -7,15 +7,25 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from openrlhf_bapo.cli.plot import read_newest, read_scalars
+from openrlhf_bapo.cli.plot import Scalars, read_newest, read_scalars
 from openrlhf_bapo.flags.mistakes import exit_with_one_line
-from openrlhf_bapo.health.doctor import Finding, diagnose
+from openrlhf_bapo.health.doctor import CHECKS, Finding, diagnose
 
 
 def describe(finding: Finding) -> str:
     """Format a finding as two lines."""
     kind = "wrong" if finding.is_wrong else "watch"
     return f"{kind}: {finding.text} (`{finding.metric}`, since step {finding.since})\n       {finding.remedy}"
+
+
+def _read_checked(run: Path, is_known: bool) -> Scalars:
+    """Read a run's scalars by the names in `CHECKS`; raise FileNotFoundError if it has none of these."""
+    scalars = read_scalars(run) if is_known else read_newest(run, "diagnosed")
+    scalars = {tag.removeprefix("train/"): values for tag, values in scalars.items()}
+    if scalars.keys().isdisjoint(check.metric for check in CHECKS):
+        shown = ", ".join(sorted(scalars)[:3])
+        raise FileNotFoundError(f"{run}: its logs have no metric that is checked (they have {shown}, ...)")
+    return scalars
 
 
 def _changes(before: Iterable[Finding], now: Iterable[Finding]) -> list[str]:
@@ -44,12 +54,12 @@ def main(argv: list[str]) -> None:
     while True:
         for run in args.runs:
             try:
-                scalars = read_scalars(run) if run in found else read_newest(run, "diagnosed")
+                scalars = _read_checked(run, run in found)
             except FileNotFoundError as error:
                 if args.watch is None:
-                    parser.error(f"{error}; allowed: a folder with events.out.tfevents files")
+                    parser.error(f"{error}; allowed: a folder with a training's events.out.tfevents files")
                 continue  # a run that has not made its first step
-            now = diagnose({tag.removeprefix("train/"): values for tag, values in scalars.items()})
+            now = diagnose(scalars)
             if args.watch is not None:
                 for line in _changes(found.get(run, []), now):
                     print(f"[{time.strftime('%H:%M:%S')}] {run}: {line}", flush=True)

@@ -158,10 +158,13 @@ def test_equal_rewards_are_found_in_trls_logs_too(tmp_path, capsys):
         (["."], "no TensorBoard scalars under"),
         ([".", "--watch", "0"], "--watch 0: allowed: above 0"),
         ([".", "--watch", "1", "--json"], "--watch and --json"),
+        (["other"], "other: its logs have no metric that is checked (they have loss, ...); allowed: a folder with a"),
     ],
 )
 def test_a_mistake_is_one_line(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    if "other" in flags:
+        write(tmp_path / "other", {"loss": ([1], [2.0])})
     assert said in pipeline.refusal(flags, capsys, command.main)
 
 
