@@ -11,6 +11,8 @@ from openrlhf_bapo.cli.plot import Scalars, read_newest, read_scalars
 from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.health.doctor import CHECKS, Finding, diagnose
 
+METRICS = {check.metric for check in CHECKS}
+
 
 def describe(finding: Finding) -> str:
     """Format a finding as two lines."""
@@ -19,10 +21,10 @@ def describe(finding: Finding) -> str:
 
 
 def _read_checked(run: Path, is_known: bool) -> Scalars:
-    """Read a run's scalars by the names in `CHECKS`; raise FileNotFoundError if it has none of these."""
+    """Read a run's scalars by the names in `METRICS`; raise FileNotFoundError if it has none of these."""
     scalars = read_scalars(run) if is_known else read_newest(run, "diagnosed")
     scalars = {tag.removeprefix("train/"): values for tag, values in scalars.items()}
-    if scalars.keys().isdisjoint(check.metric for check in CHECKS):
+    if not METRICS & scalars.keys():
         shown = ", ".join(sorted(scalars)[:3])
         raise FileNotFoundError(f"{run}: its logs have no metric that is checked (they have {shown}, ...)")
     return scalars
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> None:
         parser.error("--watch and --json cannot be combined")
 
     found: dict[Path, list[Finding]] = {}
+    num_steps: dict[Path, int] = {}
     while True:
         for run in args.runs:
             try:
@@ -63,7 +66,7 @@ def main(argv: list[str]) -> None:
             if args.watch is not None:
                 for line in _changes(found.get(run, []), now):
                     print(f"[{time.strftime('%H:%M:%S')}] {run}: {line}", flush=True)
-            found[run] = now
+            found[run], num_steps[run] = now, max(len(scalars[name][0]) for name in METRICS & scalars.keys())
         if args.watch is None:
             break
         time.sleep(args.watch)
@@ -71,6 +74,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps({str(run): [finding._asdict() for finding in now] for run, now in found.items()}, indent=1))
     else:
         for run, now in found.items():
-            print(f"{run}: nothing found" if not now else f"{run}:")
+            few = f" in {num_steps[run]} logged steps, of which some checks need 10" * (num_steps[run] < 10)
+            print(f"{run}: nothing found{few}" if not now else f"{run}:")
             print("".join(f"  {describe(finding)}\n" for finding in now), end="")
     sys.exit(any(finding.is_wrong for now in found.values() for finding in now))
