@@ -221,14 +221,21 @@ def _room(flag: str, args: Namespace) -> tuple[Path, int]:
 
 
 def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
-    """Return one line per folder whose disk, on this machine, is too small for the run's files."""
-    found = []
-    for flag, terms in disk_terms(args, shape).items():
+    """Return one line per folder whose disk, on this machine, is too small for the run's files, or for both folders."""
+    found, terms_of_flags = [], disk_terms(args, shape)
+    for flag, terms in terms_of_flags.items():
         folder, room = _room(flag, args)
         if (needed := sum(term.bytes for term in terms)) > room:
             best = " and the best evaluation's" * _keeps_the_best(args)
             of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints{best}" if flag == "--ckpt.path" else ""
             found.append(f"{flag} {folder}: a run writes {needed:,} bytes{of}, and {room:,} are free")
+    rooms = [_room(flag, args) for flag in terms_of_flags]
+    disks = [nearest_folder(folder) for folder, _ in rooms]
+    if not found and len(disks) == 2 and disks[0].stat().st_dev == disks[1].stat().st_dev:
+        room = sum(room for _, room in rooms) - shutil.disk_usage(disks[0]).free  # which both rooms have
+        if (needed := sum(term.bytes for terms in terms_of_flags.values() for term in terms)) > room:
+            both = " and ".join(f"{flag} {folder}" for flag, (folder, _) in zip(terms_of_flags, rooms, strict=True))
+            found.append(f"{both}, on one disk: a run writes {needed:,} bytes, and {room:,} are free")
     return found
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pipeline
 import pytest
@@ -88,6 +89,21 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     old.touch()
     os.truncate(old, 3 * 14 * large.num_parameters)  # takes no blocks
     assert disk_warnings(args, large) == []
+
+
+def test_a_disk_with_room_for_the_checkpoints_or_the_model_but_not_for_both_is_one_line(
+    directory, tmp_path, monkeypatch
+):
+    args = parse(directory, ckpt__path=tmp_path / "ckpt", ckpt__output_dir=tmp_path / "out", ckpt__max_num=2)
+    shape = read_shape(str(directory / "model"))
+    n = shape.num_parameters
+    for free, found in ((29 * n, 1), (30 * n, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        lines = disk_warnings(args, shape)
+        assert len(lines) == found
+        for line in lines:
+            both = f"--ckpt.output_dir {tmp_path}/out and --ckpt.path {tmp_path}/ckpt, on one disk"
+            assert line == f"{both}: a run writes {30 * n:,} bytes, and {free:,} are free"
 
 
 def test_a_plan_gives_the_size_of_checkpoints_and_warns_if_it_exceeds_the_free_space(directory, capsys):
