@@ -152,6 +152,10 @@ def make_prompts(
             kind = type(problem.row[input_key]).__name__
             raise FlagError(f"--data {problem.key}: {input_key!r} is a {kind}; allowed without chat template: a string")
         texts[problem.key] = preprocess_data(problem.row, input_template, input_key, label_key, template)[0]
+        if not texts[problem.key]:
+            raise FlagError(
+                f"--data {problem.key}: {input_key!r} is empty; allowed: a text, which an engine can continue"
+            )
     if wrong := find_wrong_starts(tokenizer, texts.values()):
         warn(f"--data: {wrong}")
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())

@@ -54,7 +54,10 @@ def read_local(path: Path, dataset: MathDataset, split: str) -> Iterator[dict]:
             yield from _read_parquet([path])
         elif path.suffix.lower() == ".csv":
             with open(path, encoding=_ENCODING, newline="") as file:
-                yield from csv.DictReader(file, restkey="(not in the header)")
+                for number, row in enumerate(csv.DictReader(file), start=1):
+                    if None in row:  # an unquoted comma has moved its values
+                        raise ValueError(f"row {number} has more values than the header")
+                    yield row
         elif path.suffix.lower() in _SUFFIXES:
             yield from _read_json(path)
         else:

@@ -46,6 +46,9 @@ def main(argv: list[str]) -> None:
         args = parse(training, checks.FILES)
     if args.ds.param_dtype == "fp32":
         parser.error("--ds.param_dtype fp32: is for CPUs, and the plan is for GPUs; allowed: bf16, fp16")
+    longest = args.rollout.max_new_tokens or args.data.max_len
+    if (mean := ours["response_tokens"]) and mean > longest:
+        parser.error(f"--plan.response_tokens {mean}: allowed: up to {longest}, the longest response of the run")
     try:
         shape = read_shape(given_model or args.actor.model_name_or_path)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import math
 from itertools import cycle
 from pathlib import Path
 
@@ -93,8 +94,8 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
     """Read all scalars of the event files under a directory, by OpenRLHF's names.
 
     Several runs may have logged to one directory. A run that is resumed starts a file after the first step of the
-    run's other files, and repeats the steps after its checkpoint: the values of the last time count. A file that starts
-    at the first step again is of another run.
+    run's other files, and goes on from its checkpoint: values of later steps from before that do not count. A file that
+    starts at the first step again is of another run.
 
     Returns:
         (folder of the first file, scalars) of each run, the newest last; FileNotFoundError if there is none.
@@ -107,10 +108,15 @@ def read_runs(directory: Path) -> list[tuple[Path, Scalars]]:
         if logged := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}:
             files.append((min(events[0].wall_time for events in logged.values()), file, logged))
     runs: list[tuple[Path, dict[str, dict[int, tuple[float, float]]]]] = []
-    for _, file, logged in sorted(files, key=lambda found: found[:2]):
+    for began, file, logged in sorted(files, key=lambda found: found[:2]):
         steps = {tag: {each.step: (each.wall_time, each.value) for each in events} for tag, events in logged.items()}
         if (run := _continued(steps, [run for _, run in runs])) is None:
             runs.append((file.parent, run := {}))
+        first = min((min(steps[tag]) for tag in _of_training(steps.keys() & run.keys())), default=math.inf)
+        for tag, known in list(run.items()):
+            run[tag] = {step: found for step, found in known.items() if step < first or found[0] >= began}
+            if not run[tag]:
+                del run[tag]
         for tag, by_step in steps.items():
             known = run.setdefault(tag, {})
             known |= {step: found for step, found in by_step.items() if step not in known or found[0] >= known[step][0]}
@@ -124,8 +130,7 @@ def _continued(steps: dict, runs: list[dict]) -> dict | None:
     found = []
     for place, run in enumerate(runs):
         common = steps.keys() & run.keys()
-        # Evaluations may be logged before the first step.
-        common = {tag for tag in common if not tag.startswith(("eval/", "val"))} or common
+        common = _of_training(common) or common
         first, start, end = (
             edge(edge(of[tag]) for tag in common) if common else 0
             for edge, of in ((min, steps), (min, run), (max, run))
@@ -133,6 +138,11 @@ def _continued(steps: dict, runs: list[dict]) -> dict | None:
         if not common or first > start:
             found.append((end + 1 >= first, place, run))
     return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _of_training(tags: set[str]) -> set[str]:
+    # Evaluations may be logged before the first step.
+    return {tag for tag in tags if not tag.startswith(("eval/", "val"))}
 
 
 def _by_openrlhfs_names(by_step: dict[str, dict[int, tuple[float, float]]]) -> Scalars:
@@ -219,6 +229,22 @@ def _over_runs(curves: list[tuple[list[int], list[float]]]) -> tuple[list[int], 
     return steps, [sum(v) / len(v) for v in values], list(map(min, values)), list(map(max, values))
 
 
+def _warn_of_fewer_runs(label: str, runs: list[Scalars], drawn: list[str]) -> None:
+    """Say which steps the means of several runs leave out, and which of the `drawn` tags only some of the runs have."""
+    *_, last = ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
+    if ends[0] < last:
+        warn(f"{label}: its {len(runs)} runs end at steps {', '.join(map(str, ends))}; the mean ends at {ends[0]}")
+    curves = {tag: [set(scalars[tag][0]) for scalars in runs if tag in scalars] for tag in drawn}
+    logged = {tag: steps for tag, steps in curves.items() if steps}
+    if some := [tag for tag, steps in logged.items() if len(steps) < len(runs)]:
+        warn(f"{label}: not all of its {len(runs)} runs have {', '.join(some)}; the mean is of those that have it")
+    missing = {tag: steps[0].union(*steps) - steps[0].intersection(*steps) for tag, steps in logged.items()}
+    left_out = {tag: sum(step <= ends[0] for step in steps) for tag, steps in missing.items()}
+    if most := max(left_out.values(), default=0):
+        tags = ", ".join(tag for tag, num in left_out.items() if num == most)
+        warn(f"{label}: the mean leaves out up to {most} other steps, which not all of its runs have (of {tags})")
+
+
 def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
     """Write one row per logged number: label, index of the run in its label, tag, global step, value."""
     with open(file, "w", newline="") as output:
@@ -228,6 +254,11 @@ def _write_csv(groups: dict[str, list[dict]], file: Path) -> None:
             for run, scalars in enumerate(runs):
                 for tag, curve in scalars.items():
                     rows.writerows([label, run, tag, step, value] for step, value in zip(*curve, strict=True))
+
+
+def _folder_name(folder: str) -> str:
+    path = Path(folder).absolute()
+    return (path.parent if path.name == "tensorboard" else path).name
 
 
 def main(argv: list[str]) -> None:
@@ -244,20 +275,20 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--target", type=float, help="target of the positive share, drawn as a line")
     parser.add_argument("--csv", type=Path, help="also write all logged numbers to this file")
     args = parser.parse_args(argv)
+    parts = [run.rpartition("=") if not Path(run).exists() else ("", "", run) for run in args.runs]
+    names = [label or _folder_name(folder) for label, _, folder in parts]
     groups: dict[str, list[dict]] = {}
-    for run in args.runs:
-        label, _, folder = run.rpartition("=") if not Path(run).exists() else ("", "", run)
-        path = Path(folder)
+    for run, name, (label, _, folder) in zip(args.runs, names, parts, strict=True):
         try:
-            scalars = read_newest(path, "drawn")
+            scalars = read_newest(Path(folder), "drawn")
         except FileNotFoundError as error:
             parser.error(f"RUN {run}: {error}; allowed: a folder with events.out.tfevents files")
-        groups.setdefault(label or (path.parent if path.name == "tensorboard" else path).name, []).append(scalars)
-    for label, runs in groups.items():
-        ends = sorted(max(steps[-1] for steps, _ in scalars.values()) for scalars in runs)
-        if ends[0] < ends[-1]:
-            warn(f"{label}: its {len(runs)} runs end at steps {', '.join(map(str, ends))}; the mean ends at {ends[0]}")
+        # Only a label makes runs one line: folders of one name may be of several methods.
+        groups.setdefault(label or (name if names.count(name) == 1 else folder), []).append(scalars)
     try:
+        drawn = [tag for _, tags in _panels_with_data(groups) for tag in tags]
+        for label, runs in groups.items():
+            _warn_of_fewer_runs(label, runs, drawn)
         draw(groups, args.target, args.output)
         if args.csv:
             _write_csv(groups, args.csv)

@@ -46,9 +46,10 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
         raise FlagError(f"RUN {run}: has no tokens/step_*_rank*.parquet; train with --bapo.dump_tokens N")
     if len(folders := dict.fromkeys(str(file.parent.parent) for file in files)) > 1:
         raise FlagError(f"RUN {run}: has the tokens of {len(folders)} runs; allowed: one of {', '.join(folders)}")
-    newest = _of_newest_run(list(files))
+    newest = _of_newest_run(files)
     if len(newest) < len(files):
-        warn(f"{run}: {len(files) - len(newest)} of {len(files)} token files are of an earlier run, and are left out")
+        earlier = "an earlier run, or of steps before a resume from an earlier checkpoint"
+        warn(f"{run}: {len(files) - len(newest)} of {len(files)} token files are of {earlier}, and are left out")
     files = {file: files[file] for file in newest}
     if step is not None and step not in files.values():
         raise FlagError(f"--step {step}: allowed: one of {', '.join(map(str, files.values()))}, the dumped steps")
@@ -65,8 +66,12 @@ def read_tokens(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
     return {name: table[name].to_numpy() for name in _COLUMNS}
 
 
-def _of_newest_run(files: list[Path]) -> list[Path]:
-    """Return the files of the newest run: those of the last process that began at the first step, or after it."""
+def _of_newest_run(files: dict[Path, int]) -> list[Path]:
+    """Return the files of the newest run: those of the last process that began at the first step, or after it.
+
+    `files` are the steps by file. A process that resumes the run goes on from its first step: files of later steps from
+    before that do not count.
+    """
     from pyarrow import parquet
 
     began: dict[Path, float] = {}
@@ -76,7 +81,11 @@ def _of_newest_run(files: list[Path]) -> list[Path]:
         began[file] = float(metadata.get(b"began", 0))
         first_steps[began[file]] = int(metadata.get(b"first_step", 1))
     newest = max(time for time, first in first_steps.items() if first == min(first_steps.values()))
-    return [file for file, time in began.items() if time >= newest]
+    return [
+        file
+        for file, time in began.items()
+        if time >= newest and not any(later > time and files[file] >= first for later, first in first_steps.items())
+    ]
 
 
 def _read(read: Callable[[Path], Any], file: Path) -> Any:

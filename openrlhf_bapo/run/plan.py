@@ -148,6 +148,9 @@ def _plan_disk(plan: Plan, args: Namespace, shape: ModelShape) -> None:
         size = sum(term.bytes for term in terms) / GIB
         parts = "; ".join(f"{term.name} {term.bytes / GIB:,.1f} GiB = {term.formula}" for term in terms)
         plan.facts[f"disk, {flag}"] = f"{size:,.1f} GiB ({parts}); free here: {_room(flag, args)[1] / GIB:,.1f} GiB"
+    if args.ckpt.save_hf:
+        size = sum(term.bytes for term in disk_terms(args, shape)["--ckpt.output_dir"]) / GIB
+        plan.facts["disk, --ckpt.save_hf"] = f"{size:,.1f} GiB more with each checkpoint, never removed"
 
 
 def _plan_memory(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine) -> None:
@@ -186,20 +189,27 @@ def _full_pool(args: Namespace) -> Term:
 def disk_terms(args: Namespace, shape: ModelShape) -> dict[str, list[Term]]:
     """Return the bytes that a run writes, by the flag of the folder. A critic counts as a model of the actor's size.
 
-    Not counted: a best checkpoint, models in Hugging Face's format beside the checkpoints, unfinished responses.
+    Not counted: models in Hugging Face's format beside the checkpoints, unfinished responses.
     """
     n, weight_bytes = shape.num_parameters, 4 if args.ds.param_dtype == "fp32" else 2
     adapter = _num_adapter(args, shape)
     name, saved = ("the adapter", adapter) if adapter else ("the model", n)
     terms = {"--ckpt.output_dir": [Term(name, weight_bytes * saved, f"{saved:,} parameters x {weight_bytes} bytes")]}
-    if 0 < args.ckpt.save_steps < math.inf and not args.ckpt.disable_ds:
+    num_kept = (0 < args.ckpt.save_steps < math.inf) * args.ckpt.max_num + _keeps_the_best(args)
+    if num_kept and not args.ckpt.disable_ds:
         models = {"actor": n} | ({"critic": n} if args.critic.model_name_or_path else {})
         pool = _full_pool(args) if args.replay.ratio else None
-        terms["--ckpt.path"] = checkpoint_terms(models, args.ckpt.max_num, weight_bytes, pool, adapter)
+        terms["--ckpt.path"] = checkpoint_terms(models, num_kept, weight_bytes, pool, adapter)
         if args.train.enable_ema:
-            size, formula = args.ckpt.max_num * 4 * n, f"{args.ckpt.max_num} x {n:,} parameters x 4 bytes"
+            size, formula = num_kept * 4 * n, f"{num_kept} x {n:,} parameters x 4 bytes"
             terms["--ckpt.path"].append(Term("averaged weights", size, formula))
     return terms
+
+
+def _keeps_the_best(args: Namespace) -> bool:
+    """Return whether OpenRLHF keeps the checkpoint of the best evaluation beside those of --ckpt.max_num."""
+    evaluates = args.eval.dataset and 0 < args.eval.steps < math.inf
+    return bool(evaluates and args.ckpt.best_metric_key != "none")
 
 
 def _room(flag: str, args: Namespace) -> tuple[Path, int]:
@@ -211,13 +221,21 @@ def _room(flag: str, args: Namespace) -> tuple[Path, int]:
 
 
 def disk_warnings(args: Namespace, shape: ModelShape) -> list[str]:
-    """Return one line per folder whose disk, on this machine, is too small for the run's files."""
-    found = []
-    for flag, terms in disk_terms(args, shape).items():
+    """Return one line per folder whose disk, on this machine, is too small for the run's files, or for both folders."""
+    found, terms_of_flags = [], disk_terms(args, shape)
+    for flag, terms in terms_of_flags.items():
         folder, room = _room(flag, args)
         if (needed := sum(term.bytes for term in terms)) > room:
-            of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints" if flag == "--ckpt.path" else ""
+            best = " and the best evaluation's" * _keeps_the_best(args)
+            of = f", with --ckpt.max_num {args.ckpt.max_num} checkpoints{best}" if flag == "--ckpt.path" else ""
             found.append(f"{flag} {folder}: a run writes {needed:,} bytes{of}, and {room:,} are free")
+    rooms = [_room(flag, args) for flag in terms_of_flags]
+    disks = [nearest_folder(folder) for folder, _ in rooms]
+    if not found and len(disks) == 2 and disks[0].stat().st_dev == disks[1].stat().st_dev:
+        room = sum(room for _, room in rooms) - shutil.disk_usage(disks[0]).free  # which both rooms have
+        if (needed := sum(term.bytes for terms in terms_of_flags.values() for term in terms)) > room:
+            both = " and ".join(f"{flag} {folder}" for flag, (folder, _) in zip(terms_of_flags, rooms, strict=True))
+            found.append(f"{both}, on one disk: a run writes {needed:,} bytes, and {room:,} are free")
     return found
 
 
@@ -292,8 +310,11 @@ def _count_gpus(plan: Plan, args: Namespace) -> None:
         plan.facts["GPUs"] = f"{groups['actor']}, where training and rollout take turns"
     else:
         plan.facts["GPUs"] = f"{sum(groups.values())}: " + ", ".join(f"{n} {name}" for name, n in groups.items())
+    unplanned = ["memory of the reference model's GPUs"] * ("reference" in groups)
     if args.critic.model_name_or_path or not args.reward.remote_url:
-        plan.facts["not planned"] = "memory and time of critic and reward model"
+        unplanned.append("memory and time of critic and reward model")
+    if unplanned:
+        plan.facts["not planned"] = ", ".join(unplanned)
 
 
 def _count_steps(plan: Plan, args: Namespace) -> None:
@@ -416,7 +437,7 @@ def _plan_times(plan: Plan, args: Namespace, shape: ModelShape, machine: Machine
     speed = f"{machine.utilization:.0%} of {machine.gpu_tflops:g} TFLOP/s per GPU"
     plan.facts[f"time with responses of {response:,} tokens"] = (
         f"rollout {rollout / 60:,.1f} min (memory read at {machine.gpu_bandwidth:g} GB/s), "
-        f"training {training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {speed})"
+        f"training {training / 60:,.1f} min ({flops / 1e18:,.2f} EFLOP at {speed}), with prompts of {prompt:,} tokens"
     )
     if num_forwards:
         seconds, flops = training_time(0, ratio_tokens)

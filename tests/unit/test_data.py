@@ -535,6 +535,7 @@ BAD_SOURCES = [
     ("broken.parquet", b"not parquet", "cannot be read"),
     ("latin.csv", b"problem,answer\n\xe9,4\n", "cannot be read"),
     ("long.csv", b"problem,answer\n" + b"a" * 200_000 + b",4\n", "field larger"),
+    ("comma.csv", b"problem,answer\nFind x,4\nFind x, y,4\n", "row 2 has more values than the header"),
     ("empty.jsonl", b"", "none of 0 rows"),
     ("bad.json", [{"text": "a", "answer": "4"}], "keys text, answer; allowed: one of problem, question, prompt"),
     ("bad.json", [{"problem": "a", "result": "4"}], "keys problem, result; allowed: one of answer, final_answer"),

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pipeline
 import pytest
@@ -48,6 +49,20 @@ def test_each_checkpoint_takes_14_bytes_per_parameter_and_a_pool_and_one_more_po
     assert with_gae == {"actor": 3 * 14 * n, "critic": 3 * 14 * n, "replay pool": 4 * pool}
 
 
+def test_the_checkpoint_of_the_best_evaluation_is_one_more(directory):
+    shape = read_shape(str(directory / "model"))
+    n, dataset = shape.num_parameters, str(directory / "train.jsonl")
+
+    def size(**flags) -> int:
+        args = parse(directory, eval__dataset=dataset, **flags)
+        return sum(term.bytes for term in disk_terms(args, shape).get("--ckpt.path", []))
+
+    assert size(eval__steps=5) == 4 * 14 * n
+    assert size(eval__steps=5, train__enable_ema=True) == 4 * 18 * n
+    assert size(eval__steps=5, ckpt__save_steps=None) == 14 * n
+    assert size(eval__steps=5, ckpt__best_metric_key="none") == size(eval__steps=-1) == 3 * 14 * n
+
+
 def test_with_lora_the_saved_model_is_the_adapter_also_before_openrlhf_has_filled_in_its_flags(directory):
     shape, adapter = read_shape(str(directory / "model")), 8 * (2 * (4 * 128 + 3 * 160))
     args = parse(directory, ds__lora__rank=8, ckpt__max_num=1, train__dynamic_batch_enable=True)
@@ -74,6 +89,21 @@ def test_a_disk_that_is_too_small_is_one_line_with_the_flag_and_the_bytes(direct
     old.touch()
     os.truncate(old, 3 * 14 * large.num_parameters)  # takes no blocks
     assert disk_warnings(args, large) == []
+
+
+def test_a_disk_with_room_for_the_checkpoints_or_the_model_but_not_for_both_is_one_line(
+    directory, tmp_path, monkeypatch
+):
+    args = parse(directory, ckpt__path=tmp_path / "ckpt", ckpt__output_dir=tmp_path / "out", ckpt__max_num=2)
+    shape = read_shape(str(directory / "model"))
+    n = shape.num_parameters
+    for free, found in ((29 * n, 1), (30 * n, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        lines = disk_warnings(args, shape)
+        assert len(lines) == found
+        for line in lines:
+            both = f"--ckpt.output_dir {tmp_path}/out and --ckpt.path {tmp_path}/ckpt, on one disk"
+            assert line == f"{both}: a run writes {30 * n:,} bytes, and {free:,} are free"
 
 
 def test_a_plan_gives_the_size_of_checkpoints_and_warns_if_it_exceeds_the_free_space(directory, capsys):

@@ -147,6 +147,13 @@ def test_the_command_prints_findings_with_remedies_as_text_or_json_and_exits_wit
     assert finding["metric"] == "offpolicy/ess" and finding["since"] == 38 and finding["is_wrong"] is True
 
 
+def test_nothing_found_in_few_logged_steps_says_how_few(tmp_path, capsys):
+    write(tmp_path, {"reward": ([100, 200, 300], [0.5, 0.4, 0.0])})
+    assert call(tmp_path) == 0
+    said = f"{tmp_path}: nothing found in 3 logged steps, of which some checks need 10\n"
+    assert capsys.readouterr().out == said
+
+
 def test_equal_rewards_are_found_in_trls_logs_too(tmp_path, capsys):
     write(tmp_path, {"reward": ([*range(6)], [1.0] * 6), "reward_std": ([*range(6)], [0.0] * 6)})
     assert call(tmp_path) == 1 and "all rewards are equal" in capsys.readouterr().out
@@ -158,10 +165,13 @@ def test_equal_rewards_are_found_in_trls_logs_too(tmp_path, capsys):
         (["."], "no TensorBoard scalars under"),
         ([".", "--watch", "0"], "--watch 0: allowed: above 0"),
         ([".", "--watch", "1", "--json"], "--watch and --json"),
+        (["other"], "other: its logs have no metric that is checked (they have loss, ...); allowed: a folder with a"),
     ],
 )
 def test_a_mistake_is_one_line(flags, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    if "other" in flags:
+        write(tmp_path / "other", {"loss": ([1], [2.0])})
     assert said in pipeline.refusal(flags, capsys, command.main)
 
 

@@ -88,6 +88,14 @@ def test_problems_are_read_with_a_byte_order_mark_and_refused_with_half_of_a_cha
             evaluation.read_problems([str(file)], "input", "label", None)
 
 
+def test_an_empty_prompt_which_no_engine_can_continue_is_refused_with_its_line(directory, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"input": "1+2=", "label": "3"}\n{"input": "", "label": "3"}\n')
+    problems = evaluation.read_problems([str(file)], "input", "label", None)
+    with pytest.raises(FlagError, match=f"^--data {file}:2: 'input' is empty; allowed: a text"):
+        evaluation.make_prompts(problems, str(directory / "model"), "input", "label")
+
+
 @pytest.mark.parametrize("template", ["{} Put it into \\boxed{}.", "{} {name}", "Q:", ""])
 def test_a_template_that_cannot_take_the_input_is_refused_as_train_refuses_it(directory, tmp_path, template, capsys):
     flags = ["--model", directory / "model", "--data", directory / "train.jsonl", "--out", tmp_path / "out"]

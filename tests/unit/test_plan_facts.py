@@ -76,6 +76,18 @@ def test_sizes_that_a_config_leaves_out_are_those_of_transformers(tmp_path, mode
     assert shape.max_position_embeddings == model.config.max_position_embeddings
 
 
+def test_the_plan_says_that_it_leaves_out_the_memory_of_a_reference_model_on_gpus_of_its_own(directory):
+    found = [facts(directory, algo__kl__init_coef=coef).get("not planned") for coef in (0, 0.01)]
+    assert found == [None, "memory of the reference model's GPUs"]
+    shared = facts(directory, algo__kl__init_coef=0.01, train__colocate_actor_ref=True)
+    assert shared["GPUs"].endswith("1 engines") and "not planned" not in shared
+
+
+def test_the_plan_says_what_each_model_beside_a_checkpoint_takes(directory):
+    name, size = "disk, --ckpt.save_hf", "0.0 GiB more with each checkpoint, never removed"
+    assert [facts(directory, ckpt__save_hf=given).get(name) for given in (None, True)] == [None, size]
+
+
 def test_the_plan_names_the_model_that_it_plans_with(directory, tmp_path, capsys):
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": "llama", "vocab_size": 32}))
@@ -100,6 +112,15 @@ def test_gradients_in_float32_take_4_bytes_by_either_name(directory):
 def test_a_machine_that_cannot_be_is_one_line(flag, value, allowed, capsys):
     line = pipeline.refusal([f"--plan.{flag}", value], capsys, plan.main)
     assert line == f"--plan.{flag} {float(value)}: allowed: {allowed}"
+
+
+def test_a_mean_response_is_at_most_the_longest_one_and_the_time_says_how_long_its_prompts_are(directory, capsys):
+    for longest, allowed, prompt in ((None, 24, 0), (8, 8, 16)):
+        flags = pipeline.flags(directory, policy_loss="bapo", data__max_len=24, rollout__max_new_tokens=longest)
+        line = pipeline.refusal(["--plan.response_tokens", "25", *flags], capsys, plan.main)
+        assert line == f"--plan.response_tokens 25: allowed: up to {allowed}, the longest response of the run"
+        plan.main(["--plan.response_tokens", "7", *flags])
+        assert f", with prompts of {prompt} tokens" in capsys.readouterr().out
 
 
 def test_a_plan_in_fp32_is_refused_because_its_bytes_are_those_of_gpus(directory, capsys):

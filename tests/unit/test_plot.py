@@ -59,7 +59,7 @@ def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
         ("b", 1, 3),  # 1: another
         ("a", 7, 12),  # the first, resumed; the second had not got there
         ("c", 4, 6),  # the second, resumed
-        ("c", 2, 5),  # again, from an earlier checkpoint
+        ("c", 2, 5),  # again, from an earlier checkpoint: the second has not got to step 6 again
         ("d", 20, 21),  # the newest with these steps before it, whose last steps were never written
         ("c", 1, 2),  # 2: a third
     ]
@@ -69,12 +69,15 @@ def test_each_file_belongs_to_the_run_that_it_goes_on_with(tmp_path, capsys):
             writer.add_scalar("eval/eval_sums_pass1", 0.5, 0, walltime=100 * time)
         for step in range(first, last + 1):
             writer.add_scalar("train/rollout/reward_mean", time, step, walltime=100 * time + step)
+        if time == 3:
+            writer.add_scalar("eval/eval_sums_pass1", 1.0, last, walltime=100 * time + last)
         writer.close()
     runs = plot.read_runs(tmp_path)
+    assert [run["eval/eval_sums_pass1"] for _, run in runs] == [([0], [0.5])] * 3  # the one of step 6 does not count
     found = [(folder.name, dict(zip(*run["train/rollout/reward_mean"], strict=True))) for folder, run in runs]
     assert found == [
         ("a", dict.fromkeys(range(1, 7), 0) | dict.fromkeys(range(7, 13), 2)),
-        ("b", {1: 1} | dict.fromkeys(range(2, 6), 4) | {6: 3, 20: 5, 21: 5}),
+        ("b", {1: 1} | dict.fromkeys(range(2, 6), 4) | {20: 5, 21: 5}),
         ("c", {1: 6, 2: 6}),
     ]
     plot.main([str(tmp_path), "-o", str(tmp_path / "curves.png")])
@@ -107,6 +110,21 @@ def test_runs_of_one_label_become_a_mean_with_a_band_and_labels_differ_in_more_t
     bounds = next(axis for axis in figures[0].axes if "bounds" in axis.get_title())
     assert [line.get_label() for line in bounds.lines[:4]] == ["bapo, upper", "c, upper", "bapo, lower", "c, lower"]
     assert bounds.lines[0].get_linestyle() != bounds.lines[2].get_linestyle()
+
+
+def test_a_line_says_of_which_steps_and_curves_a_mean_is_not_of_all_runs(tmp_path, capsys):
+    for every in (10, 7):
+        with SummaryWriter(tmp_path / f"{every}") as writer:
+            for step in range(every, 106, every):
+                writer.add_scalar("train/reward", 0.5, step)
+                if every == 7:
+                    writer.add_scalar("train/entropy", 0.5, step)
+    plot.main([*(f"a={tmp_path / run}" for run in ("10", "7")), "-o", str(tmp_path / "x.png")])
+    _, lacking, steps = capsys.readouterr().err.splitlines()  # the first: where the mean ends
+    assert lacking.endswith("a: not all of its 2 runs have train/entropy_loss; the mean is of those that have it")
+    # Up to 100, 10 and 14 steps, of which both have 70.
+    left_out = "a: the mean leaves out up to 22 other steps, which not all of its runs have"
+    assert steps.endswith(f"{left_out} (of train/rollout/reward_mean)")
 
 
 def test_metrics_of_trl_and_verl_are_drawn_and_no_metric_is_drawn_twice(tmp_path, figures):
@@ -169,3 +187,13 @@ def test_a_run_without_a_label_has_its_folders_name_equals_signs_are_allowed_and
     plot.main([*map(str, runs), "-o", str(tmp_path / "x.foo")])
     assert (tmp_path / "x.foo").read_bytes().startswith(b"\x89PNG")
     assert [line.get_label() for line in figures[0].axes[0].lines] == ["a", "b", "lr=1e-4", "lr=2"]
+
+
+def test_runs_without_a_label_are_several_lines_also_if_their_folders_have_one_name(tmp_path, figures, monkeypatch):
+    for name in ("ppo/seed1", "bapo/seed1", "bapo/seed2"):
+        log(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "bapo/seed2")
+    runs = [f"{tmp_path}/ppo/seed1", "../seed1", ".", f"two={tmp_path}/ppo/seed1", "two=../seed1"]
+    plot.main([*runs, "-o", "x.png"])
+    labels = [line.get_label() for line in figures[0].axes[0].lines]
+    assert labels == [f"{tmp_path}/ppo/seed1", "../seed1", "seed2", "two"]

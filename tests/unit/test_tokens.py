@@ -518,11 +518,14 @@ def test_of_the_runs_that_dumped_into_a_folder_the_newest_is_drawn_with_its_resu
     dump(range(5, 50, 5), {"began": "1e9", "first_step": "1"})
     dump(range(40, 60, 5), {"began": "1.1e9", "first_step": "37"})
     assert drawn() == set(range(5, 60, 5)) and capsys.readouterr().err == ""
+    dump(range(25, 30, 5), {"began": "1.15e9", "first_step": "22"})  # from an earlier checkpoint
+    assert drawn() == set(range(5, 30, 5))
+    assert "6 of 11 token files are of an earlier run, or of steps before a resume" in capsys.readouterr().err
     dump(range(10, 30, 10), {"began": "1.2e9", "first_step": "1"})
     dump(range(30, 40, 10), {"began": "1.3e9", "first_step": "29"})
     assert drawn() == {10, 20, 30}
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"warning: {tmp_path}: 8 of 11 token files are of an earlier run, and are left out")
+    assert f"warning: {tmp_path}: 8 of 11 token files are of an earlier run, or of steps" in line
 
 
 def test_mistakes_end_in_one_line(tmp_path, capsys):
