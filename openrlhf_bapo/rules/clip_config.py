@@ -33,6 +33,8 @@ class SmoothingConfig:
             raise ValueError(f"half_life {self.half_life} is not allowed; it must be above 0 and finite")
         if self.of not in AVERAGES:
             raise ValueError(f"of {self.of!r} is not allowed; it must be one of {AVERAGES}")
+        if self.start is not None:  # YAML has lists, and a search is looked up by its settings
+            object.__setattr__(self, "start", tuple(self.start))
 
 
 @dataclass(frozen=True)
