@@ -132,10 +132,13 @@ class ClipConfig:
             least = (stop - start) / MAX_GRID_STEPS
             if step <= 0 or step < least:
                 raise ValueError(f"ratio_{side}_step {step} is not allowed; it must be above 0 and at least {least:g}")
-        if self.smoothing is not None:
-            self._check_smoothing(self.smoothing)
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip {self.dual_clip} is not allowed; it must be None, or above 1 and finite")
+        self._check_smoothing()
 
-    def _check_smoothing(self, smoothing: SmoothingConfig) -> None:
+    def _check_smoothing(self) -> None:
+        if (smoothing := self.smoothing) is None:
+            return
         if self.scope != "update":
             raise ValueError(f"scope {self.scope!r} is not allowed with smoothing, which follows whole updates")
         if smoothing.start is None:
