@@ -139,6 +139,9 @@ def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
     """Let another rule go on from a rule's state, as from a checkpoint, which also has the settings."""
     if lost := [name for name in own_settings(type(rule)) if name != "half_life" and not hasattr(rule, name)]:
         raise ValueError(f"follows_updates is set, and its setting {lost[0]} is no attribute of the same name")
+    for name in own_settings(type(rule)).keys() - {"half_life"}:  # a checkpoint is refused where they differ
+        if getattr(rule, name) != (kept := getattr(resumed, name)):
+            raise ValueError(f"an update changed its setting {name} from {kept}; allowed: in another attribute")
     state = rule.state_dict()
     if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise ValueError(f"state_dict() has {wrong[0]} of the type {type(state[wrong[0]]).__name__}; allowed: Tensor")

@@ -64,6 +64,12 @@ class Unkept(SteadyBounds):
         super().__init__(ClipConfig(ratio_lower_start=low), SmoothingConfig(9.0))
 
 
+class Annealed(Mine):
+    def _update(self, tally):
+        self.target *= 0.9
+        return super()._update(tally)
+
+
 class Counting(Mine):
     num_updates = 0
 
