@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, SearchedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, SearchedBounds, SteadyBounds, Tokens, UpdateBounds
 
 _TYPES = (bool, int, float, str)
 
@@ -152,6 +152,12 @@ def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
         raise ValueError("follows_updates is set, and a rule with its state_dict() has other bounds or weights")
 
 
+def _check_metrics(update: UpdateBounds) -> None:
+    for name, value in update.others.items():
+        if not isinstance(value, torch.Tensor) or value.dim():
+            raise ValueError(f"its metric {name} is {value!r}; allowed: a 0-dim Tensor")
+
+
 def _try(rule: ClipRule, tokens: Tokens) -> None:
     shape = tokens.ratio.shape
 
@@ -179,6 +185,6 @@ def _try(rule: ClipRule, tokens: Tokens) -> None:
     if not rule.needs_tally_first:
         use()
     rule.tally(tokens)
-    rule.close_update()
+    _check_metrics(rule.close_update())
     if rule.needs_tally_first:
         use()

@@ -1,5 +1,7 @@
 """Clip rules of one's own, as a user has them in a file: BAPO's steady bounds, and some that are wrong."""
 
+from dataclasses import replace
+
 import torch
 
 from openrlhf_bapo import ClipConfig, FixedBounds, SmoothingConfig, SteadyBounds, WeightRule
@@ -68,6 +70,11 @@ class Annealed(Mine):
     def _update(self, tally):
         self.target *= 0.9
         return super()._update(tally)
+
+
+class Metric(Mine):
+    def _update(self, tally):
+        return replace(super()._update(tally), others={"mine": 1.0})
 
 
 class Counting(Mine):
