@@ -164,6 +164,8 @@ class BapoGRPOTrainer(ClipRuleTrainer, GRPOTrainer):
         dual_clip = config.dual_clip
         require(level == "token", "importance_sampling_level", level, "token: BAPO bounds each token's ratio")
         require(delta is None, "delta", delta, "None: it would bound the ratio a second time")
+        quantile, allowed = self.top_entropy_quantile, "1.0: shares and bounds are those of all tokens"
+        require(quantile == 1, "top_entropy_quantile", quantile, allowed)
         allowed = "None, or at least ratio_upper_max: TRL's delta bounds the ratio of positive tokens too"
         require(dual_clip is None or dual_clip >= config.ratio_upper_max, "dual_clip", dual_clip, allowed)
         allowed = "False with a rule that gives weights: TRL's loss sees ratios of 1"

@@ -181,6 +181,7 @@ def solve_on_path(tally: ContributionTally, path: Path, config: ClipConfig) -> C
     lower, upper = path.lower[path.lower_at], path.upper[path.upper_at]
     p = torch.stack([inside_upper[0] + upper * outside_upper[1], inside_upper[0]])  # rows as CONTRIBUTIONS
     n = torch.stack([inside_lower[0] + lower * outside_lower[1], inside_lower[0]])
+    p = p.where(tally.sums.isfinite().all(), torch.nan)  # a ratio of NaN may lie in a bucket that no share adds up
     shares = p / (p + n)
 
     by = CONTRIBUTIONS.index(config.contribution)

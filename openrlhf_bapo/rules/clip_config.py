@@ -33,6 +33,8 @@ class SmoothingConfig:
             raise ValueError(f"half_life {self.half_life} is not allowed; it must be above 0 and finite")
         if self.of not in AVERAGES:
             raise ValueError(f"of {self.of!r} is not allowed; it must be one of {AVERAGES}")
+        if self.start is not None:  # YAML has lists, and a search is looked up by its settings
+            object.__setattr__(self, "start", tuple(self.start))
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,13 @@ class ClipConfig:
             least = (stop - start) / MAX_GRID_STEPS
             if step <= 0 or step < least:
                 raise ValueError(f"ratio_{side}_step {step} is not allowed; it must be above 0 and at least {least:g}")
-        if self.smoothing is not None:
-            self._check_smoothing(self.smoothing)
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip {self.dual_clip} is not allowed; it must be None, or above 1 and finite")
+        self._check_smoothing()
 
-    def _check_smoothing(self, smoothing: SmoothingConfig) -> None:
+    def _check_smoothing(self) -> None:
+        if (smoothing := self.smoothing) is None:
+            return
         if self.scope != "update":
             raise ValueError(f"scope {self.scope!r} is not allowed with smoothing, which follows whole updates")
         if smoothing.start is None:

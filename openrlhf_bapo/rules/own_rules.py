@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, SearchedBounds, SteadyBounds, Tokens
+from openrlhf_bapo.rules.clip_rules import ClipRule, FixedBounds, SearchedBounds, SteadyBounds, Tokens, UpdateBounds
 
 _TYPES = (bool, int, float, str)
 
@@ -139,6 +139,9 @@ def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
     """Let another rule go on from a rule's state, as from a checkpoint, which also has the settings."""
     if lost := [name for name in own_settings(type(rule)) if name != "half_life" and not hasattr(rule, name)]:
         raise ValueError(f"follows_updates is set, and its setting {lost[0]} is no attribute of the same name")
+    for name in own_settings(type(rule)).keys() - {"half_life"}:  # a checkpoint is refused where they differ
+        if getattr(rule, name) != (kept := getattr(resumed, name)):
+            raise ValueError(f"an update changed its setting {name} from {kept}; allowed: in another attribute")
     state = rule.state_dict()
     if wrong := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise ValueError(f"state_dict() has {wrong[0]} of the type {type(state[wrong[0]]).__name__}; allowed: Tensor")
@@ -147,6 +150,12 @@ def _try_state(rule: ClipRule, resumed: ClipRule) -> None:
     first, second = ([each.gradient_weights(tokens), *each.bounds(tokens)] for each in (rule, resumed))
     if not all(map(torch.equal, first, second)):
         raise ValueError("follows_updates is set, and a rule with its state_dict() has other bounds or weights")
+
+
+def _check_metrics(update: UpdateBounds) -> None:
+    for name, value in update.others.items():
+        if not isinstance(value, torch.Tensor) or value.dim():
+            raise ValueError(f"its metric {name} is {value!r}; allowed: a 0-dim Tensor")
 
 
 def _try(rule: ClipRule, tokens: Tokens) -> None:
@@ -176,6 +185,6 @@ def _try(rule: ClipRule, tokens: Tokens) -> None:
     if not rule.needs_tally_first:
         use()
     rule.tally(tokens)
-    rule.close_update()
+    _check_metrics(rule.close_update())
     if rule.needs_tally_first:
         use()

@@ -1,5 +1,7 @@
 """Clip rules of one's own, as a user has them in a file: BAPO's steady bounds, and some that are wrong."""
 
+from dataclasses import replace
+
 import torch
 
 from openrlhf_bapo import ClipConfig, FixedBounds, SmoothingConfig, SteadyBounds, WeightRule
@@ -62,6 +64,17 @@ class Failing(WeightRule):
 class Unkept(SteadyBounds):
     def __init__(self, low: float = 0.6):
         super().__init__(ClipConfig(ratio_lower_start=low), SmoothingConfig(9.0))
+
+
+class Annealed(Mine):
+    def _update(self, tally):
+        self.target *= 0.9
+        return super()._update(tally)
+
+
+class Metric(Mine):
+    def _update(self, tally):
+        return replace(super()._update(tally), others={"mine": 1.0})
 
 
 class Counting(Mine):

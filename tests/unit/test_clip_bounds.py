@@ -180,6 +180,8 @@ def test_presets_hold_the_published_settings_in_every_field():
         (dict(ratio_lower_step=2.998e-4), "ratio_lower_step 0.0002998 .*at least 0.0003"),
         (dict(ratio_upper_step=1.7985e-3), "ratio_upper_step 0.0017985 .*at least 0.0018"),
         (dict(ratio_lower_max=0.6, ratio_lower_step=0.0), "ratio_lower_step 0.0 .*above 0"),
+        (dict(dual_clip=1.0), "dual_clip 1.0 .*above 1"),
+        (dict(dual_clip=math.nan), "dual_clip nan .*finite"),
         (dict(scope="micro_batch", smoothing=SmoothingConfig(2.0)), "scope 'micro_batch' .*with smoothing"),
     ],
 )

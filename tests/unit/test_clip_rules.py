@@ -185,6 +185,13 @@ def test_an_update_with_a_value_that_is_not_finite_leaves_no_trace(make):
     assert all(bool(value.isfinite().all()) for value in stained.state_dict().values())
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("make", [FixedBounds(0.8, 1.2), SearchedBounds(ClipConfig())], ids=["fixed", "searched"])
+def test_a_ratio_that_is_not_finite_has_no_share_whatever_its_advantages_sign(make, advantage):
+    used = closed(make, [(math.nan, advantage, 1.0), (1.0, 1.0, 1.0), (1.0, -1.0, 1.0)]).used
+    assert math.isnan(used.surrogate_share) and math.isnan(used.gradient_share) and not used.reached
+
+
 @of_every_rule
 @pytest.mark.parametrize("token_level_loss", [True, False])
 def test_gradient_weights_are_the_gradient_of_openrlhfs_loss(make, token_level_loss):

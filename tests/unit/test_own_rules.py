@@ -157,6 +157,8 @@ def test_on_two_ranks_and_from_a_checkpoint_it_trains_as_the_built_in_rule_to_th
         (f"{OWN}Negative", {}, "weights() has values that are negative or not finite"),
         (f"{OWN}Failing", {}, "ZeroDivisionError: division by zero"),
         (f"{OWN}Unkept", {}, "follows_updates is set, and its setting low is no attribute of the same name"),
+        (f"{OWN}Annealed", {}, "an update changed its setting target from 0.5; allowed: in another attribute"),
+        (f"{OWN}Metric", {}, "its metric mine is 1.0; allowed: a 0-dim Tensor"),
         (f"{OWN}Counting", {}, "state_dict() has num_updates of the type int; allowed: Tensor"),
         (f"{OWN}Forgetful", {}, "a rule with its state_dict() has other bounds or weights"),
         (SAPO, dict(rule__negative=-1.0), "Sapo: positive 1.0 and negative -1.0 are not allowed; both must be above 0"),

@@ -99,6 +99,13 @@ def test_rounding_does_not_carry_a_bound_past_the_end_of_its_range():
     assert float(steady.lower) == config.lower_grid()[-1] == end
 
 
+def test_a_start_that_is_a_list_as_in_yaml_is_that_of_a_tuple():
+    listed, paired = (SteadyBounds(GRADIENT, SmoothingConfig(2.0, start=kind((0.7, 2.0)))) for kind in (list, tuple))
+    for steady in (listed, paired):
+        steady.follow(tally([(1.0, -1.0, 1.0)], steady.config))
+    assert pair(listed) == pair(paired)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

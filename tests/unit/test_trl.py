@@ -328,6 +328,7 @@ def test_an_epochs_last_window_may_be_shorter_and_one_that_crosses_a_generation_
         (SEARCH, dict(loss_type="sapo"), "loss_type 'sapo' is not allowed"),
         (SEARCH, dict(importance_sampling_level="sequence"), "importance_sampling_level 'sequence' is not allowed"),
         (SEARCH, dict(delta=2.0), "delta 2.0 is not allowed"),
+        ("steady", dict(top_entropy_quantile=0.2), "top_entropy_quantile 0.2 is not allowed with BAPO; it must be 1.0"),
         (
             SEARCH,
             dict(epsilon=0.1),
