@@ -82,19 +82,3 @@ def test_a_dead_engine_ends_an_async_run_at_once(error):
     with pytest.raises(type(error)):
         generator.fit()
     assert generator.rollout_queue.empty()
-
-
-def test_an_async_run_waits_until_the_trainer_has_saved_and_then_ends_with_the_rollouts_error():
-    generator = make_generator(ValueError("no reward"))
-    for slot in (0, 1, "saved", "left"):
-        generator.rollout_slots.put(slot)
-    with pytest.raises(ValueError, match="no reward"):
-        generator.fit()
-    assert list(generator.rollout_queue.queue) == ["done", False]
-    assert list(generator.rollout_slots.queue) == ["left"]
-
-
-def test_an_async_run_whose_rollouts_succeed_tells_the_trainer():
-    generator = make_generator(None)
-    generator.fit()
-    assert list(generator.rollout_queue.queue) == [True]
