@@ -57,6 +57,31 @@ def test_an_evaluation_that_fails_before_the_first_step_saves_nothing():
     assert not trainer.saves
 
 
+def test_under_a_token_budget_the_prompts_of_the_failed_rollout_count_as_drawn():
+    """The saved pool has their responses. The last step may be of the episode before."""
+    rollouts = iter([([], None, 0, True), ([], None, 0, False)])
+    trainer = make_trainer(lambda **_: next(rollouts, None) or fail())
+    trainer.args.partial.token_budget, trainer.samples_generator.num_drawn = 9, 5
+    trainer.prompts_dataloader = Namespace(state_dict=lambda: "after the failed rollout")
+    states = {"episode": 0, "global_step": 3, "total_consumed_prompts": 7, "data_loader_state_dict": "after step 3"}
+    trainer.save_logs_and_checkpoints(3, {}, states)
+    with pytest.raises(ValueError, match="no reward"):
+        for _ in range(3):
+            trainer.samples_generator.generate_samples()
+    *_, saved = trainer.saves[-1]
+    of_pool = {"episode": 1, "total_consumed_prompts": 12, "data_loader_state_dict": "after the failed rollout"}
+    assert saved == states | of_pool
+
+
+def test_a_step_that_cannot_be_saved_is_said_and_the_rollouts_error_is_raised(caplog):
+    trainer = make_trainer(fail)
+    trainer.save_logs_and_checkpoints(3, {}, {})
+    trainer.saves = None  # no further one
+    with pytest.raises(ValueError, match="no reward"):
+        trainer.evaluate(3)
+    assert "no checkpoint of step 3 could be written: 'NoneType' object" in caplog.text
+
+
 def make_generator(error):
     """Return an async generator whose rollouts fail with an error, or succeed without one."""
 
