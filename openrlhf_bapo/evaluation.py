@@ -224,6 +224,9 @@ class EvaluationRecord:
         self.logs: Counter[str] = Counter()
         """Sums over the responses of the numbers in the reward's `extra_logs`, such as "graded_timeouts"."""
 
+        self.num_logged: Counter[str] = Counter()
+        """Responses that logged each of these names."""
+
         self.num_torn_bytes = 0
         """Bytes of an unfinished last line that a killed run has left; they are dropped."""
 
@@ -291,7 +294,9 @@ class EvaluationRecord:
         graded = [GradedResponse(**{name: response[name] for name in names}) for response in line["responses"]]
         self.finished[line["problem"]] = graded
         for response in line["responses"]:
-            self.logs.update(response.get("extra_logs", {}))
+            logs = response.get("extra_logs", {})
+            self.logs.update(logs)
+            self.num_logged.update(logs.keys())
         return graded
 
     def write_results(self, summary: dict) -> Path:
