@@ -31,9 +31,8 @@ from openrlhf_bapo.flags.input_files import (
     is_reward_file,
     json_value,
     model_length,
-    template_mark,
     warn,
-    warn_of_two_templates,
+    warn_of_prompts,
 )
 from openrlhf_bapo.flags.labels import warn_of_labels
 from openrlhf_bapo.flags.mistakes import FlagError
@@ -143,9 +142,6 @@ def make_prompts(
     if apply_chat_template and tokenizer.chat_template is None:
         raise FlagError("--apply_chat_template: the tokenizer has none; allowed: --no-apply_chat_template")
     template = tokenizer.apply_chat_template if apply_chat_template else None
-    if template:
-        marks = [(problem.key, template_mark(problem.row[input_key])) for problem in problems]
-        warn_of_two_templates([(key, mark) for key, mark in marks if mark], "--data")
     texts = {}
     for problem in problems:
         if template is None and not isinstance(problem.row[input_key], str):
@@ -156,6 +152,7 @@ def make_prompts(
             raise FlagError(
                 f"--data {problem.key}: {input_key!r} is empty; allowed: a text, which an engine can continue"
             )
+    warn_of_prompts(((problem.key, problem.row[input_key]) for problem in problems), "--data", apply_chat_template)
     if wrong := find_wrong_starts(tokenizer, texts.values()):
         warn(f"--data: {wrong}")
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
