@@ -152,8 +152,8 @@ def warn_of_prompts(inputs: Iterable[tuple[str, Any]], where: str, apply_chat_te
     for place, value in inputs:
         if mistake := _mistake_of(value, apply_chat_template):
             odd.setdefault(mistake[0], []).append((place, mistake[1]))
-    for mistake, found in odd.items():
-        warn(f"{where}: {len(found)} prompts {mistake} ({found[0][0]} has {found[0][1]})")
+    for what, found in odd.items():
+        warn(f"{where}: {len(found)} prompts {what} ({found[0][0]} has {found[0][1]})")
 
 
 def _mistake_of(prompt: str | list, apply_chat_template: bool) -> tuple[str, str] | None:
@@ -170,6 +170,29 @@ def _mistake_of(prompt: str | list, apply_chat_template: bool) -> tuple[str, str
     if prompt[-1].get("role") == "assistant":
         return "end with the assistant's answer, which the model sees", json.dumps(prompt[-1], default=str)[:40]
     return None
+
+
+def check_joined(names: list[str], where: str) -> None:
+    """Refuse data files, of those that exist, whose columns of one name have different types: OpenRLHF joins them."""
+    import datasets
+
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    files = [name for name in names if Path(name).suffix in kinds and Path(name).is_file()]
+    if len(files) < 2:
+        return
+    try:  # streaming reads only the start of each file
+        datasets.concatenate_datasets(
+            [
+                datasets.load_dataset(kinds[Path(file).suffix], data_files=file, split="train", streaming=True)
+                for file in files
+            ]
+        )
+    except ValueError as error:
+        key = re.search(r"because the key (.+?) of features", str(error))
+        if key is None:
+            return  # another mistake, which the checks of each file have or have not found
+        problem = f"the column {key[1]!r} has another type in one file than in the others"
+        raise FlagError(f"{where}: {problem}; allowed: the same type, or no such column") from None
 
 
 def count_rows(file: Path) -> int | None:

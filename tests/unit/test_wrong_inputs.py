@@ -330,8 +330,16 @@ AGENTS = [
     ("agent.py: cannot be loaded (AttributeError", "x = 1\n"),
     ("(TypeError: AgentExecutor is not an openrlhf.utils.agent.AgentExecutorBase)", "class AgentExecutor: ...\n"),
 ]
+
+
 # What is said of other faults.
+def of_another_type(directory: Path, _) -> str:
+    numbers = prompts('{"input": "1+2=", "label": 3}\n', "numbers.jsonl")(directory, None)
+    return f"{numbers},{prompts(ROW)(directory, None).split()[1]}"
+
+
 FAULTS = [
+    ("--data.prompt_dataset ... the column 'label' has another type in one file than in the others", of_another_type),
     *((f"--data.prompt_dataset ... {said}", prompts(content)) for said, content in JSONL),
     *((f"--data.prompt_dataset ... {said}", prompts(content, "prompts.csv")) for said, content in CSV),
     *((f"prompts.jsonl: line 2 {said}", prompts(ROW + row)) for said, row in ROWS),
@@ -491,7 +499,7 @@ WARNINGS = [
         in_a_template("<|im_start|>user\n1+2=<|im_end|>"),
     ),
     (
-        '1 prompts have no message with the role user and a content; templates may leave out all others (line 2 has',
+        "1 prompts have no message with the role user and a content; templates may leave out all others (line 2 has",
         in_a_template([{"from": "human", "value": "1+2="}]),
     ),
     (
