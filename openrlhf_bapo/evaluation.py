@@ -31,9 +31,8 @@ from openrlhf_bapo.flags.input_files import (
     is_reward_file,
     json_value,
     model_length,
-    template_mark,
     warn,
-    warn_of_two_templates,
+    warn_of_prompts,
 )
 from openrlhf_bapo.flags.labels import warn_of_labels
 from openrlhf_bapo.flags.mistakes import FlagError
@@ -143,9 +142,6 @@ def make_prompts(
     if apply_chat_template and tokenizer.chat_template is None:
         raise FlagError("--apply_chat_template: the tokenizer has none; allowed: --no-apply_chat_template")
     template = tokenizer.apply_chat_template if apply_chat_template else None
-    if template:
-        marks = [(problem.key, template_mark(problem.row[input_key])) for problem in problems]
-        warn_of_two_templates([(key, mark) for key, mark in marks if mark], "--data")
     texts = {}
     for problem in problems:
         if template is None and not isinstance(problem.row[input_key], str):
@@ -156,6 +152,7 @@ def make_prompts(
             raise FlagError(
                 f"--data {problem.key}: {input_key!r} is empty; allowed: a text, which an engine can continue"
             )
+    warn_of_prompts(((problem.key, problem.row[input_key]) for problem in problems), "--data", apply_chat_template)
     if wrong := find_wrong_starts(tokenizer, texts.values()):
         warn(f"--data: {wrong}")
     longest = max(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) for text in texts.values())
@@ -224,6 +221,9 @@ class EvaluationRecord:
         self.logs: Counter[str] = Counter()
         """Sums over the responses of the numbers in the reward's `extra_logs`, such as "graded_timeouts"."""
 
+        self.num_logged: Counter[str] = Counter()
+        """Responses that logged each of these names."""
+
         self.num_torn_bytes = 0
         """Bytes of an unfinished last line that a killed run has left; they are dropped."""
 
@@ -291,7 +291,9 @@ class EvaluationRecord:
         graded = [GradedResponse(**{name: response[name] for name in names}) for response in line["responses"]]
         self.finished[line["problem"]] = graded
         for response in line["responses"]:
-            self.logs.update(response.get("extra_logs", {}))
+            logs = response.get("extra_logs", {})
+            self.logs.update(logs)
+            self.num_logged.update(logs.keys())
         return graded
 
     def write_results(self, summary: dict) -> Path:

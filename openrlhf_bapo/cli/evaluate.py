@@ -113,7 +113,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         by_dataset.setdefault(problem.dataset, []).append(record.finished[problem.key])
     metrics = evaluation_metrics(by_dataset, args.pass_at, args.seed)
     num_responses = len(problems) * args.n
-    logs = {name: total / num_responses for name, total in record.logs.items()}
+    logs = {name: total / record.num_logged[name] for name, total in record.logs.items()}
     summary = evaluation.summarize(metrics, by_dataset) | {"extra_logs": logs}
     results = record.write_results(summary)
     print(table(metrics, {dataset: len(problems) for dataset, problems in by_dataset.items()}))

@@ -17,7 +17,7 @@ from openrlhf_bapo.flags.mistakes import exit_with_one_line
 # As OpenRLHF's trainers log them (trainer/ppo_trainer.py and ppo_trainer_async.py).
 _STEP = re.compile(r"Global step (\d+): (\{.*\})")
 _EVALUATION = re.compile(r"(?:Evaluation completed in .* global_step|Eval at step) (\d+)(?:, eval_metrics)?: (\{.*\})")
-_METRIC = re.compile(r"'([^']+)': (-?(?:inf|nan|\d+(?:\.\d*)?(?:e[-+]?\d+)?))[,}]")
+_METRIC = re.compile(r"""(?:'([^']+)'|"([^"]+)"): (-?(?:inf|nan|\d+(?:\.\d*)?(?:e[-+]?\d+)?))[,}]""")
 _BAR = re.compile(r"(Generate samples|Train epoch \[\d+/\d+\]): +\d+%\|[^|]*\| (\d+/\d+) \[")  # tqdm's
 _ACTOR = re.compile(r"(?:\x1b\[\d+m)?(\(\w+ pid=\d+[^)]*\))(?:\x1b\[0m)? ")  # Ray's, before a line of another process
 _CUT = re.compile(r"(?:Global step \d+|global_step \d+, eval_metrics|Eval at step \d+): \{[^}]*$")
@@ -92,7 +92,7 @@ def accuracy(line: str) -> tuple[int, dict[str, float]] | None:
 
 def _metrics(text: str) -> dict[str, float]:
     """Return the numbers of a printed dict, inf and nan among them."""
-    return {name: float(value) for name, value in _METRIC.findall(text)}
+    return {name or quoted: float(value) for name, quoted, value in _METRIC.findall(text)}
 
 
 def main(argv: list[str]) -> None:

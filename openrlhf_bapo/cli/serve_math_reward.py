@@ -47,6 +47,8 @@ def parse_request(body: bytes) -> tuple[list[str], list[str]]:
     lengths = {name: len(request[name]) for name in ("query", "prompts", "labels")}
     if len(set(lengths.values())) > 1:
         raise _RequestError(f"query, prompts and labels must have the same length, not {[*lengths.values()]}")
+    if not all(str(label).strip() for label in request["labels"]):
+        raise _RequestError("labels must not be empty; OpenRLHF sends empty ones without --data.label_key")
     responses = [response_from_query(*pair) for pair in zip(request["query"], request["prompts"], strict=True)]
     return responses, [str(label) for label in request["labels"]]
 

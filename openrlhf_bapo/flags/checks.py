@@ -17,6 +17,7 @@ from pathlib import Path
 
 from openrlhf_bapo.flags.clashes import find_clashes, num_actor_gpus
 from openrlhf_bapo.flags.input_files import (
+    check_joined,
     check_model,
     check_python_file,
     check_rows,
@@ -192,6 +193,7 @@ def _check_rows(args: Namespace, must_exist: bool) -> None:
                 raise FlagError(f"{where}: no such file; allowed: a JSONL file, or a data set's name on the hub")
             else:
                 warn(f"{where}: does not exist yet, so its rows are not checked")
+        check_joined(listed(names), f"{flag} {names}")
     _check_one_step_fits(args)
     _warn_of_cut_data(args)
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -72,6 +72,7 @@ _TEMPLATE_MARK = re.compile(
     r"<\|(?:im_start|start_header_id|begin_of_text|user)\|>|<\uff5c(?:User|begin\u2581of\u2581sentence)\uff5c>"
     r"|<start_of_turn>|\[INST\]"
 )
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
 
 
 def listed(names: str | None) -> list[str]:
@@ -130,29 +131,68 @@ def _check_inputs(
     inputs: Iterable[tuple[str, Any]], where: str, keys: dict[str, str], apply_chat_template: bool
 ) -> None:
     """Refuse a (place, input) that is empty, or neither a text nor, with a chat template, a list of messages."""
-    marked = []
+    warn_of_prompts(_checked(inputs, where, keys, apply_chat_template), where, apply_chat_template)
+
+
+def _checked(
+    inputs: Iterable[tuple[str, Any]], where: str, keys: dict[str, str], apply_chat_template: bool
+) -> Iterator[tuple[str, Any]]:
     for place, value in inputs:
         if not isinstance(value, str | list if apply_chat_template else str) or not value:
             flag, key = next(iter(keys.items()))
             allowed = "a text, or a list of messages" if apply_chat_template else "a text"
             start = json.dumps(value, default=str)[:40]
             raise FlagError(f"{where}: {place} has {key!r} {start}; allowed for {flag}: {allowed}, not empty")
-        if apply_chat_template and (mark := template_mark(value)):
-            marked.append((place, mark))
-    warn_of_two_templates(marked, where)
+        yield place, value
 
 
-def template_mark(prompt: object) -> str | None:
-    """Return the first mark of a chat template in a text, such as "<|im_start|>"; None: there is none."""
-    mark = _TEMPLATE_MARK.search(prompt) if isinstance(prompt, str) else None
-    return mark and mark[0]
+def warn_of_prompts(inputs: Iterable[tuple[str, Any]], where: str, apply_chat_template: bool) -> None:
+    """Warn of (place, input), texts or lists of messages, that make a wrong prompt without an error."""
+    odd: dict[str, list[tuple[str, str]]] = {}
+    for place, value in inputs:
+        if mistake := _mistake_of(value, apply_chat_template):
+            odd.setdefault(mistake[0], []).append((place, mistake[1]))
+    for what, found in odd.items():
+        warn(f"{where}: {len(found)} prompts {what} ({found[0][0]} has {found[0][1]})")
 
 
-def warn_of_two_templates(marked: Sequence[tuple[str, str]], where: str) -> None:
-    """Warn of (place, mark) of prompts to which a chat template is applied, and that one has made."""
-    if marked:
-        place, mark = marked[0]
-        warn(f"{where}: {len(marked)} prompts have a chat template already ({place} has {mark}), and get another one")
+def _mistake_of(prompt: str | list, apply_chat_template: bool) -> tuple[str, str] | None:
+    """Return why an input makes a wrong prompt, and the part of it that shows that; None: nothing is known."""
+    if isinstance(prompt, str):
+        if _MESSAGES.match(prompt):
+            return "are messages written as text, which the model gets as they are", prompt[:40]
+        mark = _TEMPLATE_MARK.search(prompt) if apply_chat_template else None
+        return ("have a chat template already, and get another one", mark[0]) if mark else None
+    users = [each for each in prompt if isinstance(each, dict) and each.get("role") == "user" and each.get("content")]
+    if not users:
+        shown = json.dumps(prompt, default=str)[:40]
+        return "have no message with the role user and a content; templates may leave out all others", shown
+    if prompt[-1].get("role") == "assistant":
+        return "end with the assistant's answer, which the model sees", json.dumps(prompt[-1], default=str)[:40]
+    return None
+
+
+def check_joined(names: list[str], where: str) -> None:
+    """Refuse data files, of those that exist, whose columns of one name have different types: OpenRLHF joins them."""
+    import datasets
+
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    files = [name for name in names if Path(name).suffix in kinds and Path(name).is_file()]
+    if len(files) < 2:
+        return
+    try:  # streaming reads only the start of each file
+        datasets.concatenate_datasets(
+            [
+                datasets.load_dataset(kinds[Path(file).suffix], data_files=file, split="train", streaming=True)
+                for file in files
+            ]
+        )
+    except ValueError as error:
+        key = re.search(r"because the key (.+?) of features", str(error))
+        if key is None:
+            return  # another mistake, which the checks of each file have or have not found
+        problem = f"the column {key[1]!r} has another type in one file than in the others"
+        raise FlagError(f"{where}: {problem}; allowed: the same type, or no such column") from None
 
 
 def count_rows(file: Path) -> int | None:

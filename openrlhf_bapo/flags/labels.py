@@ -22,11 +22,14 @@ def check_labels(file: Path, where: str, key: str) -> None:
     with `where`.
     """
     if file.suffix == ".parquet":
+        import pyarrow.compute
         import pyarrow.parquet
 
         column = pyarrow.parquet.read_table(file, columns=[key])[key]
         kinds = ("is_string", "is_large_string", "is_integer", "is_floating", "is_boolean")
-        if not column.null_count and any(getattr(pyarrow.types, kind)(column.type) for kind in kinds):
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        has_empty = is_text and pyarrow.compute.any(pyarrow.compute.equal(column, "")).as_py()
+        if not (column.null_count or has_empty) and any(getattr(pyarrow.types, kind)(column.type) for kind in kinds):
             return None  # millions of labels need not become Python objects
         labels = [(f"row {number}", label) for number, label in enumerate(column.to_pylist(), 1)]
         return warn_of_labels(labels, where)
@@ -44,13 +47,13 @@ def check_labels(file: Path, where: str, key: str) -> None:
 
 
 def warn_of_labels(labels: Sequence[tuple[str, Any]], where: str) -> None:
-    """Warn on stderr if some of the (place, label) are not text and not a number."""
-    odd = [(place, label) for place, label in labels if not isinstance(label, str | int | float)]
+    """Warn on stderr if some of the (place, label) are not text and not a number, or are empty."""
+    odd = [(place, label) for place, label in labels if not isinstance(label, str | int | float) or label == ""]
     if odd:
         place, label = odd[0]
         warn(
-            f"{where}: {len(odd)} of {len(labels)} labels are not text and not a number ({place} has {label!r}); the "
-            "math grader refuses them, and a reward function of yours gets them like this"
+            f"{where}: {len(odd)} of {len(labels)} labels are empty, or not text and not a number ({place} has "
+            f"{label!r}); the math grader refuses them, and a reward function of yours gets them like this"
         )
 
 

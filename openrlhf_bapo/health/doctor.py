@@ -205,7 +205,7 @@ def diagnose(scalars: Scalars) -> list[Finding]:
     ]
     gone = {finding.metric for finding in found}
     found += [finding for check in CHECKS if check.metric not in gone and (finding := _find(check, scalars))]
-    found += [finding for finding in (_unread(scalars), _waits_for_ranks(scalars)) if finding]
+    found += [finding for finding in (_unread(scalars), _waits_for_ranks(scalars), _unchecked(scalars)) if finding]
     return sorted(found, key=lambda finding: not finding.is_wrong)
 
 
@@ -258,6 +258,15 @@ def _waits_for_ranks(scalars: Scalars) -> Finding | None:
         return None
     text = f"the search takes {search / training:.0%} of the training phase"
     return _unusual("timing/bapo_search", text, scalars)
+
+
+def _unchecked(scalars: Scalars) -> Finding | None:
+    """Say that a fall of the reward is not checked, because it has been below 0: see `to_best`."""
+    metric, remedy = "rollout/reward_mean", "look at its curve (`openrlhf-bapo plot`)"
+    steps, values = scalars.get(metric, ([], []))
+    since = next((step for step, value in zip(steps, values, strict=True) if -math.inf < value < 0), None)
+    text = "the reward has been below 0, so that a fall of it is not checked"
+    return None if since is None else Finding(False, since, metric, text, remedy)
 
 
 def _unusual(metric: str, text: str, scalars: Scalars) -> Finding:

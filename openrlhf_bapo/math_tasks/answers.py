@@ -156,8 +156,12 @@ def find_answer(response: str) -> Answer | None:
 
 
 def find_gold(gold: str) -> str:
-    """Return the gold answer of a label: the content of its box, the text after "####", or the whole label."""
-    return _plain_letters(last_boxed(gold) or gold.rpartition("####")[2]).strip()
+    """Return the gold answer of a label: the content of its box, the text behind a mark, or the whole label."""
+    return _plain_letters(last_boxed(gold) or _GOLD_MARK.split(gold)[-1].strip().removesuffix("</answer>")).strip()
+
+
+# "#### 7", "<answer> 7 </answer>", "Answer: 7", "The answer is 7."
+_GOLD_MARK = re.compile(r"####|<answer>|^\s*(?:the )?(?:final )?answer(?::| is:?(?=\s))", re.IGNORECASE)
 
 
 def _plain_letters(text: str) -> str:

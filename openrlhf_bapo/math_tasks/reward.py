@@ -24,10 +24,10 @@ def reward_func(queries: list[str], prompts: list[str], labels: list, **kwargs: 
         them took too long or ended a worker. OpenRLHF logs their means over the samples.
 
     Raises:
-        TypeError: if a label is not text and not a number.
+        TypeError: if a label is not text and not a number, or is empty, as without --data.label_key.
     """
-    if odd := [label for label in labels if not isinstance(label, str | int | float)]:
-        raise TypeError(f"the label is {odd[0]!r}; allowed: text or a number")
+    if odd := [label for label in labels if not isinstance(label, str | int | float) or not str(label).strip()]:
+        raise TypeError(f"the label is {odd[0]!r}; allowed: text or a number (--data.label_key)")
     responses = [response_from_query(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
     grades = GRADER.grade(responses, [str(label) for label in labels])
     rewards = torch.tensor([float(grade.is_correct) for grade in grades])

@@ -72,6 +72,7 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         self.buffer: SampleBuffer | None = None
         """Samples that wait for later training steps after the last training step's rollout."""
         self._metrics: dict[str, float] = {}
+        self._has_clipped = False
 
     @torch.no_grad()
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
@@ -120,21 +121,35 @@ class OffPolicyExperienceMaker(RemoteExperienceMaker):
         In float32 the mean of eight rewards of 0.7 is not 0.7. Upstream's group_norm divides the difference of 6e-8 by
         0 + 1e-9, so that all eight responses get an advantage of 60.
         """
-        if self.args.algo.advantage.estimator not in _CENTERED:
-            return super().compute_advantages_and_returns(experiences)
+        is_centered = self.args.algo.advantage.estimator in _CENTERED
         compute_reward, places = upstream.compute_reward, itertools.count()
         equal: list[torch.Tensor] = []
 
         def compute_shaped_reward(rewards: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             # Upstream calls this for one experience after another, after the length penalties.
-            equal.extend(() if equal else self._have_equal_rewards(experiences))
-            return compute_reward(torch.where(equal[next(places)], 0.0, rewards), *args, **kwargs)
+            if is_centered:
+                equal.extend(() if equal else self._have_equal_rewards(experiences))
+                rewards = torch.where(equal[next(places)], 0.0, rewards)
+            self._warn_of_clipped(rewards)
+            return compute_reward(rewards, *args, **kwargs)
 
         upstream.compute_reward = compute_shaped_reward
         try:
             return super().compute_advantages_and_returns(experiences)
         finally:
             upstream.compute_reward = compute_reward
+
+    def _warn_of_clipped(self, rewards: torch.Tensor) -> None:
+        """Warn once of rewards, less their baseline, that OpenRLHF clips; its default makes 20 of 100 points 10."""
+        low, high = self.args.reward.clip_range
+        clipped = rewards[(rewards < low) | (rewards > high)]
+        if len(clipped) and not self._has_clipped:
+            self._has_clipped = True
+            print(
+                f"openrlhf-bapo: warning: --reward.clip_range {low:g} {high:g}: clips a reward, less its baseline, of "
+                f"{clipped[0].item():g}; usual: smaller rewards, or a wider range",
+                flush=True,
+            )
 
     def _have_equal_rewards(self, experiences: list[Experience]) -> list[torch.Tensor]:
         """Say for each sample whether its estimator's baseline is a mean of equal rewards; note how many groups are."""

@@ -87,6 +87,8 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
         self._lost: Counter[str] = Counter()
         """Groups that were dropped without a reward since the last log, by reason."""
         self._has_lost_groups = False
+        filters, limits = self.args.algo.dynamic_filtering_enable, self.args.algo.dynamic_filtering_range
+        self._warns_of_filter = filters and tuple(limits) == (0, 1)
         self.untrained: Counter[str] = Counter()
         """Groups of this run that are not trained on, by reason."""
         find_cut = functools.partial(find_cut_prompts, self.args, self.tokenizer)
@@ -219,7 +221,21 @@ class VersionedSamplesGenerator(samples_generator.SamplesGenerator):
                 score = read_number(response["scores"], "the score of a response")
         except RewardFault as fault:
             raise RewardFault(fault.kind, f"{fault.text}; the engine's log (RolloutRayActor) may say why") from None
+        self._warn_of_filter(score)
         return {"reward": reward, "scores": score}
+
+    def _warn_of_filter(self, score: float) -> None:
+        """Warn once of a score for which OpenRLHF's default filter, of mean scores from 0 to 1, is not made.
+
+        Of scores -1 and 1 it would drop all groups with no more than half of them right.
+        """
+        if self._warns_of_filter and not 0 <= score <= 1:
+            self._warns_of_filter = False
+            print(
+                f"openrlhf-bapo: warning: --algo.dynamic_filtering_range 0 1: a response has the score {score:g}, and "
+                "groups whose mean score is not between 0 and 1 are dropped; usual: the lowest and the highest score",
+                flush=True,
+            )
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
         """Generate as upstream, at places that no training prompt has."""

@@ -123,6 +123,7 @@ def test_a_request_with_several_queries_gets_their_rewards_in_order_for_labels_o
         (b'{"query": "5", "prompts": [""], "labels": ["5"]}', "query must be a list of texts"),
         (b'{"query": ["5"], "prompts": [1], "labels": ["5"]}', "prompts must be a list of texts"),
         (b'{"query": ["5"], "prompts": [""], "labels": [null]}', "labels must be a list of texts or numbers"),
+        (b'{"query": ["5"], "prompts": [""], "labels": [""]}', "labels must not be empty"),
         (b'{"query": ["5"], "prompts": [""], "labels": []}', "same length, not [1, 1, 0]"),
     ],
 )

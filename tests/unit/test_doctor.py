@@ -74,9 +74,10 @@ def test_a_figure_beyond_its_limit_from_the_first_step_on_is_found_since_step_1(
     assert (found.is_wrong, found.since) == (True, 1) and found.text.startswith("40 optimizer steps were skipped")
 
 
-def test_rewards_of_both_signs_have_no_fraction_of_their_best():
+def test_rewards_of_both_signs_have_no_fraction_of_their_best_which_is_said():
     rewards = [0.05] * 30 + [-0.02] * 10
-    assert diagnose(run_of(rollout__reward_mean=rewards)) == []
+    (unchecked,) = diagnose(run_of(rollout__reward_mean=rewards))
+    assert (unchecked.is_wrong, unchecked.since) == (False, 31) and "a fall of it is not checked" in unchecked.text
     (fallen,) = diagnose(run_of(rollout__reward_mean=[reward + 0.02 for reward in rewards]))
     assert fallen.metric == "rollout/reward_mean" and fallen.is_wrong
 

@@ -626,3 +626,12 @@ def test_other_groups_keep_upstreams_advantages_to_the_bit(tmp_path, monkeypatch
     theirs = make_maker(tmp_path, algo__advantage__estimator=estimator)
     monkeypatch.setattr(type(theirs), "compute_advantages_and_returns", Upstream.compute_advantages_and_returns)
     assert found == advantages_of(theirs, rewards)
+
+
+@pytest.mark.parametrize(("estimator", "largest"), [("reinforce", "30"), ("dr_grpo", "15"), ("group_norm", "")])
+def test_rewards_that_openrlhf_clips_are_said_once(tmp_path, capsys, estimator, largest):
+    maker = make_maker(tmp_path, algo__advantage__estimator=estimator)
+    for _ in range(2):
+        advantages_of(maker, [30.0, 0.0] * 8)
+    said = f"--reward.clip_range -10 10: clips a reward, less its baseline, of {largest}; usual"
+    assert capsys.readouterr().out.count(said) == bool(largest)

@@ -81,17 +81,17 @@ def test_a_csv_label_passes_if_its_text_or_its_number_stays(label, changes, tmp_
 
 @pytest.mark.parametrize(
     ("kind", "label"),
-    [(kind, label) for kind in ("jsonl", "parquet") for label in (None, ["3"], {"answer": "3"})]
+    [(kind, label) for kind in ("jsonl", "parquet") for label in (None, "", ["3"], {"answer": "3"})]
     + [("parquet", datetime.date(2024, 1, 5))],
 )
 def test_a_label_that_is_not_text_and_not_a_number_is_warned_of_and_not_graded(kind, label, tmp_path, capsys):
     check_labels(write(tmp_path, [label, label], kind), "--data.prompt_dataset rows", "label")
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--data.prompt_dataset rows: 2 of 2 labels are not text and not a number" in line
+    assert "--data.prompt_dataset rows: 2 of 2 labels are empty, or not text and not a number" in line
     with pytest.raises(TypeError, match="the label is"):
         reward_func(["q \\boxed{None}"], ["q"], [label])
 
 
 def test_a_missing_label_among_the_texts_of_a_parquet_file_is_warned_of(tmp_path, capsys):
     check_labels(write(tmp_path, ["3", None], "parquet"), "--data.prompt_dataset rows", "label")
-    assert "1 of 2 labels are not text and not a number (row 2 has None)" in capsys.readouterr().err
+    assert "1 of 2 labels are empty, or not text and not a number (row 2 has None)" in capsys.readouterr().err

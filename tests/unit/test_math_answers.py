@@ -413,6 +413,12 @@ def test_the_answer_is_found_where_the_response_gives_it(response, answer):
     assert extract_answer(response) == answer
 
 
+@pytest.mark.parametrize("label", ["#### {}", "<answer> {} </answer>", "Answer: {}", "The final answer is {}.", "${}$"])
+def test_a_label_may_have_marks_around_the_gold_answer(label):
+    assert equal("7", label.format(7)) and equal(r"\frac{1}{2}", label.format(r"\frac12"))
+    assert not equal("8", label.format(7))
+
+
 def test_a_percentage_at_the_end_of_the_last_line_is_the_answer():
     assert is_correct("So the probability is 25%.", r"25\%") and not is_correct("So the probability is 25%.", "5")
 

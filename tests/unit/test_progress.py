@@ -37,6 +37,12 @@ def test_values_that_are_not_finite_or_not_numbers_are_never_an_error():
     assert progress.describe("Global step 4: {what is this}\n") == "step    4  "
 
 
+def test_a_data_source_with_an_apostrophe_is_shown():
+    metrics = {"eval_hendrycks' math_pass1": 0.5, "eval_sums_pass1": 0.25}
+    shown = progress.describe(f"Evaluation completed in 0:00:01, global_step 3, eval_metrics: {metrics}\n")
+    assert shown == "evaluation at step 3: hendrycks' math_pass1 0.500, sums_pass1 0.250"
+
+
 @pytest.mark.parametrize("line", [STEP, EVALUATION.format(3, 0.25)])
 @pytest.mark.parametrize("prefix", ["{} ", "\x1b[36m{}\x1b[0m "])
 def test_a_line_that_ray_cut_in_pieces_is_shown_as_if_it_were_whole(tmp_path, line, prefix):

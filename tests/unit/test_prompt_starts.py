@@ -51,7 +51,7 @@ def test_an_evaluation_warns_of_a_chat_template_on_top_of_another(tmp_path, caps
     problems = [
         evaluation.Problem(f"file:{i}", "", {"input": text, "label": "3"}) for i, text in enumerate(["1", made])
     ]
-    said = "--data: 1 prompts have a chat template already (file:1 has <\uff5cUser\uff5c>), and get another one"
+    said = "--data: 1 prompts have a chat template already, and get another one (file:1 has <\uff5cUser\uff5c>)"
     for apply in (None, False):
         evaluation.make_prompts(problems, str(model), "input", "label", apply_chat_template=apply)
         assert (said in capsys.readouterr().err) == (apply is None)

@@ -37,6 +37,17 @@ def test_a_servers_list_of_one_is_read_as_a_number(generator, reward, extra):
     assert (sample.rewards.item(), sample.scores.item(), sample.info["extra"].item()) == (0.5, 0.5, 1.0)
 
 
+@pytest.mark.parametrize(("limits", "score", "is_said"), [((0, 1), -1, True), ((0, 1), 1, False), ((-1, 1), -1, False)])
+def test_a_score_that_the_default_filter_is_not_made_for_is_said_once(tmp_path, capsys, limits, score, is_said):
+    flags = dict(algo__dynamic_filtering_enable=True, reward__remote_url="http://verifier/get_reward")
+    argv = [*pipeline.flags(tmp_path, **flags), "--algo.dynamic_filtering_range", *map(str, limits)]
+    generator = pipeline.samples_generator(pipeline.parse(argv))
+    for _ in range(2):
+        generator._process_response_into_experience(response(score), max_len=8)
+    said = f"--algo.dynamic_filtering_range 0 1: a response has the score {score}, and groups whose mean score"
+    assert capsys.readouterr().out.count(said) == is_said
+
+
 @pytest.mark.parametrize("reward", [1, [0], True, torch.tensor([1])])
 def test_an_evaluation_takes_the_mean_of_rewards_that_are_integers_or_truth_values(generator, reward):
     sample = generator._process_response_into_experience(response(reward) | {"place": 0}, max_len=8)

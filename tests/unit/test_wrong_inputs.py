@@ -330,8 +330,16 @@ AGENTS = [
     ("agent.py: cannot be loaded (AttributeError", "x = 1\n"),
     ("(TypeError: AgentExecutor is not an openrlhf.utils.agent.AgentExecutorBase)", "class AgentExecutor: ...\n"),
 ]
+
+
 # What is said of other faults.
+def of_another_type(directory: Path, _) -> str:
+    numbers = prompts('{"input": "1+2=", "label": 3}\n', "numbers.jsonl")(directory, None)
+    return f"{numbers},{prompts(ROW)(directory, None).split()[1]}"
+
+
 FAULTS = [
+    ("--data.prompt_dataset ... the column 'label' has another type in one file than in the others", of_another_type),
     *((f"--data.prompt_dataset ... {said}", prompts(content)) for said, content in JSONL),
     *((f"--data.prompt_dataset ... {said}", prompts(content, "prompts.csv")) for said, content in CSV),
     *((f"prompts.jsonl: line 2 {said}", prompts(ROW + row)) for said, row in ROWS),
@@ -474,14 +482,31 @@ def test_a_mistake_that_no_check_can_find_passes(said_by, reason):
     assert said_by(UNKNOWABLE[reason])[:2] == (None, [])
 
 
-def a_template_on_top_of_another(directory: Path, _) -> str:
-    edit("tokenizer_config.json", chat_template="{{ messages[0].content }}")(directory / "model")
-    made = '{"input": "<|im_start|>user\\n1+2=<|im_end|>", "label": "3"}\n'
-    return f"{prompts(ROW + made)(directory, None)} --data.apply_chat_template"
+def in_a_template(prompt: str | list):
+    """Data whose second prompt, of two, is this one, with a chat template."""
+
+    def fault(directory: Path, _) -> str:
+        edit("tokenizer_config.json", chat_template="{{ messages[0].content }}")(directory / "model")
+        content = ROW + json.dumps({"input": prompt, "label": "3"})
+        return f"{prompts(content)(directory, None)} --data.apply_chat_template"
+
+    return fault
 
 
 WARNINGS = [
-    ("1 prompts have a chat template already (line 2 has <|im_start|>), and get another", a_template_on_top_of_another),
+    (
+        "1 prompts have a chat template already, and get another one (line 2 has <|im_start|>)",
+        in_a_template("<|im_start|>user\n1+2=<|im_end|>"),
+    ),
+    (
+        "1 prompts have no message with the role user and a content; templates may leave out all others (line 2 has",
+        in_a_template([{"from": "human", "value": "1+2="}]),
+    ),
+    (
+        "1 prompts end with the assistant's answer, which the model sees (line 2 has",
+        in_a_template([*MESSAGES, {"role": "assistant", "content": "3"}]),
+    ),
+    ("1 prompts are messages written as text, which the model gets as they are (line", in_a_template(str(MESSAGES))),
     ("nobody/nothing: is not a folder here, so it", "--actor.model_name_or_path nobody/nothing"),
     ("nobody/nothing: is not a file or folder here, so", "--data.prompt_dataset nobody/nothing"),
     ("--eval.steps 5 does nothing without --eval.dataset", "--eval.steps 5"),
