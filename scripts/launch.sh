@@ -142,10 +142,16 @@ launch() {
     exec .venv/bin/openrlhf-bapo plan --plan.gpu_memory "$GPU_MEMORY" "${FLAGS[@]}"
   fi
 
+  if [[ -e $RUN/method && $(<"$RUN/method") != "${METHOD_FLAGS[*]}" ]] &&
+    [[ -e $RUN/checkpoints/_actor/latest || -e $RUN/evaluation/config.json ]]; then
+    echo "METHOD=$METHOD: $RUN was trained with $(<"$RUN/method"); allowed: that, another RUN, or no $RUN/method" >&2
+    exit 2
+  fi
   for file in "${files[@]}"; do
     [ -e "$file" ] || .venv/bin/openrlhf-bapo data "$(basename "$file" .jsonl)" "$file"
   done
   mkdir -p "$RUN"
+  echo "${METHOD_FLAGS[*]}" >"$RUN/method"
   local command=("$PWD/.venv/bin/openrlhf-bapo") log
   if [ -n "${SUBMIT:-}" ]; then
     command=(submit "${command[@]}")

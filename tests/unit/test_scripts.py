@@ -145,6 +145,23 @@ def test_a_recipe_that_is_run_again_after_its_evaluation_has_started_only_contin
     assert [*calls] == ["evaluate"] and "the training in run is complete" in run.stdout
 
 
+@pytest.mark.parametrize("made", ["checkpoints/_actor/latest", "evaluation/config.json"])
+def test_a_recipe_continues_a_run_only_with_its_method(tree, made):
+    assert tree.train(METHOD="bapo")[0].returncode == 0
+    assert "train" in tree.train(METHOD="grpo")[1]  # there is nothing to continue
+    file = tree.folder / "run" / made
+    file.parent.mkdir(parents=True)
+    file.touch()
+    for method in ({"METHOD": "bapo"}, {"METHOD": "static"}, {}):
+        run, calls = tree.train(**method)
+        assert (run.returncode, calls) == (2, {})
+        (line,) = run.stderr.splitlines()
+        assert line.startswith("METHOD=") and "run was trained with --policy_loss ppo --actor.eps_clip_low" in line
+    assert tree.train(METHOD="grpo")[0].returncode == 0
+    (tree.folder / "run/method").unlink()
+    assert tree.train(METHOD="bapo")[0].returncode == 0
+
+
 @pytest.fixture
 def quickstart(tree):
     """Runs a quickstart whose set-up is made; its result and its calls by verb. Python's one-liners are real."""
