@@ -408,6 +408,12 @@ def test_set_up_installs_once_per_device(tree):
     assert installed == ["cpu", "", "gpu", "", "cpu"]
 
 
+def test_a_device_that_the_set_up_does_not_know_is_refused_before_the_environment_changes(tree):
+    set_up(tree, DEVICE="gpu")
+    run, calls = tree.run("setup.sh", DEVICE="cuda")  # it removed torch, and the next set-up without a GPU all
+    assert (run.returncode, run.stderr, calls) == (2, "DEVICE=cuda: allowed: cpu, gpu\n", [])
+
+
 def test_set_up_is_for_the_detected_device_unless_one_is_named(tree):
     programs = tree.folder / "programs"
     tree.make(programs / "nvidia-smi", "#!/bin/sh\n")
