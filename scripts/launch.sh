@@ -132,6 +132,16 @@ launch() {
     FLAGS+=("${words[@]}")
   fi
   FLAGS+=("$@")
+  local flag variable
+  for flag in ${words[@]+"${words[@]}"} "$@"; do # what is done before and after the training looks at the variable
+    case ${flag%%=*} in
+      --ckpt.path | --ckpt.output_dir | --logger.tensorboard_dir) variable=RUN ;;
+      --reward.remote_url) variable=REWARD ;;
+      *) continue ;;
+    esac
+    echo "${flag%%=*}: the recipe would resume, draw or evaluate without it; allowed in its place: $variable=..." >&2
+    exit 2
+  done
 
   if [ "${DRY_RUN:-}" = command ]; then
     printf '%q ' .venv/bin/openrlhf-bapo train "${FLAGS[@]}"

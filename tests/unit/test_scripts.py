@@ -279,6 +279,20 @@ def test_overrides_win_over_the_recipe_and_the_command_line_wins_over_both(tree)
     assert "comment" not in " ".join(calls["train"])
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    "flag", ["--ckpt.path", "--ckpt.output_dir", "--logger.tensorboard_dir", "--reward.remote_url"]
+)
+def test_a_flag_whose_variable_a_recipe_needs_after_the_training_is_refused(tree, flag, in_file):
+    variable = "REWARD" if "reward" in flag else "RUN"
+    assert values_of(tree.train()[1]["train"], flag)
+    for words in ([flag, "elsewhere"], [f"{flag}=elsewhere"]):
+        (tree.folder / "overrides").write_text(" ".join(words))
+        run, calls = tree.train(OVERRIDES="overrides") if in_file else tree.train(*words)
+        assert (run.returncode, calls) == (2, {})
+        assert run.stderr.startswith(f"{flag}: ") and run.stderr.endswith(f"in its place: {variable}=...\n")
+
+
 def test_overrides_are_split_into_words_as_a_shell_does(tree):
     template = """--data.input_template 'Question: {} ("x")' """
     (tree.folder / "overrides").write_text(f"--actor.eps_clip_low_high 0.5 0.2\n{template}\n  # it's a comment\n")
