@@ -370,7 +370,7 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
     assert error == f"the job goes on; this ends it at once: {stop}\n"
 
 
-def on_slurm(tree, python: str = "echo 2", **programs: str) -> subprocess.CompletedProcess:
+def on_slurm(tree, python: str = "echo 2", num_nodes: str = "", **programs: str) -> subprocess.CompletedProcess:
     """Run a recipe under Slurm on two nodes; `python` prints the nodes in Ray, `programs` replace the system's."""
     programs |= {
         "scontrol": "echo node1; echo node2",
@@ -383,7 +383,7 @@ def on_slurm(tree, python: str = "echo 2", **programs: str) -> subprocess.Comple
     tree.make(tree.folder / "scripts/setup.sh", "")
     tree.make(tree.folder / "recipe.sh", "echo at $RAY_ADDRESS\n")
     path = f"{tree.folder / 'programs'}:{os.environ['PATH']}"
-    jobs = dict(SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n")
+    jobs = dict(SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n", NUM_NODES=num_nodes)
     return tree.run("train_bapo_slurm.sh", PATH=path, RECIPE="recipe.sh", **jobs)[0]
 
 
@@ -402,6 +402,13 @@ def test_on_slurm_rays_head_listens_at_an_ipv4_address_that_other_nodes_reach(tr
         assert run.stdout == f"at {address}:6379\n"
     else:
         assert run.returncode == 1 and run.stderr.startswith("node1: no IPv4 address") and not run.stdout
+
+
+@pytest.mark.parametrize("num_nodes", ["1", "3"])
+def test_on_slurm_another_number_of_nodes_than_the_jobs_is_refused_before_ray_starts(tree, num_nodes):
+    run = on_slurm(tree, num_nodes=num_nodes, hostname="echo 10.0.0.1")
+    assert run.returncode == 2 and not run.stdout
+    assert run.stderr == f"NUM_NODES={num_nodes}: allowed: the 2 nodes of the job, or unset\n"
 
 
 def test_on_slurm_a_head_that_has_died_is_named_although_ray_would_wait_for_it(tree):
