@@ -132,6 +132,16 @@ launch() {
     FLAGS+=("${words[@]}")
   fi
   FLAGS+=("$@")
+  local flag variable
+  for flag in ${words[@]+"${words[@]}"} "$@"; do # what is done before and after the training looks at the variable
+    case ${flag%%=*} in
+      --ckpt.path | --ckpt.output_dir | --logger.tensorboard_dir) variable=RUN ;;
+      --reward.remote_url) variable=REWARD ;;
+      *) continue ;;
+    esac
+    echo "${flag%%=*}: the recipe would resume, draw or evaluate without it; allowed in its place: $variable=..." >&2
+    exit 2
+  done
 
   if [ "${DRY_RUN:-}" = command ]; then
     printf '%q ' .venv/bin/openrlhf-bapo train "${FLAGS[@]}"
@@ -142,10 +152,16 @@ launch() {
     exec .venv/bin/openrlhf-bapo plan --plan.gpu_memory "$GPU_MEMORY" "${FLAGS[@]}"
   fi
 
+  if [[ -e $RUN/method && $(<"$RUN/method") != "${METHOD_FLAGS[*]}" ]] &&
+    [[ -e $RUN/checkpoints/_actor/latest || -e $RUN/evaluation/config.json ]]; then
+    echo "METHOD=$METHOD: $RUN was trained with $(<"$RUN/method"); allowed: that, another RUN, or no $RUN/method" >&2
+    exit 2
+  fi
   for file in "${files[@]}"; do
     [ -e "$file" ] || .venv/bin/openrlhf-bapo data "$(basename "$file" .jsonl)" "$file"
   done
   mkdir -p "$RUN"
+  echo "${METHOD_FLAGS[*]}" >"$RUN/method"
   local command=("$PWD/.venv/bin/openrlhf-bapo") log
   if [ -n "${SUBMIT:-}" ]; then
     command=(submit "${command[@]}")

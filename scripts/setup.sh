@@ -12,6 +12,7 @@ made_for=$(cut -d ' ' -f 1 "$stamp" 2>/dev/null || true)
 if [ -z "${DEVICE:-}" ]; then
   if [ "$made_for" = gpu ] || nvidia-smi -L >/dev/null 2>&1; then DEVICE=gpu; else DEVICE=cpu; fi
 fi
+case $DEVICE in cpu | gpu) ;; *) echo "DEVICE=$DEVICE: allowed: cpu, gpu" >&2 && exit 2 ;; esac
 
 wanted="$DEVICE $PWD $(cat scripts/setup.sh scripts/requirements-cpu.txt setup.cfg pyproject.toml | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then

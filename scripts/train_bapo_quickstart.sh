@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+case ${DRY_RUN:-} in "" | command) ;; *) echo "DRY_RUN=$DRY_RUN: allowed in the quickstarts: command" >&2 && exit 2 ;; esac
 RUNS=${RUNS:-runs/quickstart}
 TASK=${TASK:-walk}            # a task of examples/quickstart/prepare.py
 SEED=${SEED:-0}               # of the initial policy; 0 is in examples/quickstart/policies, others are fine-tuned

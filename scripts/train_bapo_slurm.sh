@@ -27,6 +27,10 @@ fi
 
 bash scripts/setup.sh
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [ "$NUM_NODES" != ${#nodes[@]} ]; then
+  echo "NUM_NODES=$NUM_NODES: allowed: the ${#nodes[@]} nodes of the job, or unset" >&2
+  exit 2
+fi
 head=${nodes[0]}
 on() { srun --nodes 1 --ntasks 1 --overlap --nodelist "$@"; }
 # The first IPv4 address that is not a loopback's; on some nodes the host's name has none.

@@ -207,6 +207,17 @@ def _check_head(folder: Path, head: dict, args: Namespace) -> None:
     for flag, value in head.get("lora", now).items():
         if value != now.get(flag, value):
             raise SavedStateError(f"{folder} was trained with {flag} {value}, and this run has {now[flag]}")
+    if args.ds.use_universal_ckpt:
+        return
+    stage = head["ds_config"]["zero_optimization"]["stage"]
+    if {stage, args.ds.zero_stage} not in ({stage}, {1, 2}):  # stages 1 and 2 write the same files
+        raise SavedStateError(f"{folder} has --ds.zero_stage {stage}, and this run has {args.ds.zero_stage}")
+    model = folder.parent.name.removeprefix("_")
+    grid = getattr(args, model)
+    num_ranks = grid.num_nodes * grid.num_gpus_per_node // args.ds.tensor_parallel_size
+    if stage and head["dp_world_size"] != num_ranks:  # each rank has its part of the optimizer's state
+        gpus = f"--{model}.num_nodes x --{model}.num_gpus_per_node"
+        raise SavedStateError(f"{folder} is of {head['dp_world_size']} ranks ({gpus}), and this run has {num_ranks}")
 
 
 def _check_files(folder: Path) -> dict:

@@ -310,8 +310,8 @@ class _PieceEngine:
         """
         self.piece.prompt_tokens = list(prompt_tokens)
         finish_reason = "length"
-        if not self._finish:
-            num_left = sampling_params.max_tokens - len(self._kept)
+        num_left = sampling_params.max_tokens - len(self._kept)  # below 1 after a resume with a lower limit
+        if num_left > 0 and not self._finish:
             sampling_params.max_tokens = min(num_left, self._budget)
             sampling_params.min_tokens = max(0, sampling_params.min_tokens - len(self._kept))
             output = await self._actor.generate(self.piece.prompt_tokens + self._kept, sampling_params)

@@ -126,7 +126,7 @@ def load_model(directory: Path, weights: dict[str, torch.Tensor] | None = None):
     return model
 
 
-def make_checkpoint(folder: Path, zero_stage: int = 0, num_ranks: int = 1, prefix: str = "") -> Path:
+def make_checkpoint(folder: Path, zero_stage: int = 2, num_ranks: int = 1, prefix: str = "") -> Path:
     """Write the files of DeepSpeed's checkpoint, without weights; `prefix` is that of the optimizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
     head = {"dp_world_size": num_ranks, "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": zero_stage}}}

@@ -320,6 +320,23 @@ def test_a_finished_response_is_truncated_and_has_the_reward_of_its_tokens_so_fa
     assert batch.metrics["partial/finished"] == 4 * NUM_SAMPLES
 
 
+def test_a_response_that_is_as_long_as_a_resumed_runs_lower_limit_ends_where_it_is(directory):
+    generator = make_generator(directory, lengths=[16] * 20, rollout__batch_size=2)
+    generator.generate_samples(**GENERATE)
+    growing = {
+        (group.label, i): response.num_tokens
+        for group in generator.pool.unfinished
+        for i, response in enumerate(group.responses)
+        if response.outcome is None
+    }
+    batch, *_ = generator.generate_samples(**GENERATE | dict(max_new_tokens=4))
+    keys = [(sample.labels[0], i % NUM_SAMPLES) for i, sample in enumerate(batch)]
+    ended = {key: sample for key, sample in zip(keys, batch, strict=True) if key in growing}
+    assert max(growing[key] for key in ended) > 4
+    for key, sample in ended.items():
+        assert sample.response_length.item() == max(4, growing[key]) and sample.truncated.item()
+
+
 def test_filtered_groups_are_replaced_and_counted(directory):
     # The reward of n tokens is odd digits / 8: of "012" 0.125. All samples of a group are alike.
     generator = make_generator(directory, algo__dynamic_filtering_enable=True)

@@ -145,6 +145,23 @@ def test_a_recipe_that_is_run_again_after_its_evaluation_has_started_only_contin
     assert [*calls] == ["evaluate"] and "the training in run is complete" in run.stdout
 
 
+@pytest.mark.parametrize("made", ["checkpoints/_actor/latest", "evaluation/config.json"])
+def test_a_recipe_continues_a_run_only_with_its_method(tree, made):
+    assert tree.train(METHOD="bapo")[0].returncode == 0
+    assert "train" in tree.train(METHOD="grpo")[1]  # there is nothing to continue
+    file = tree.folder / "run" / made
+    file.parent.mkdir(parents=True)
+    file.touch()
+    for method in ({"METHOD": "bapo"}, {"METHOD": "static"}, {}):
+        run, calls = tree.train(**method)
+        assert (run.returncode, calls) == (2, {})
+        (line,) = run.stderr.splitlines()
+        assert line.startswith("METHOD=") and "run was trained with --policy_loss ppo --actor.eps_clip_low" in line
+    assert tree.train(METHOD="grpo")[0].returncode == 0
+    (tree.folder / "run/method").unlink()
+    assert tree.train(METHOD="bapo")[0].returncode == 0
+
+
 @pytest.fixture
 def quickstart(tree):
     """Runs a quickstart whose set-up is made; its result and its calls by verb. Python's one-liners are real."""
@@ -245,6 +262,7 @@ def test_a_quickstarts_wrong_value_is_one_line_before_its_model_is_made(quicksta
     for flags, variables, said in (
         (["--bapo.preset", "papre"], {}, "openrlhf-bapo: argument --bapo.preset: "),
         ([], {"STEPS": "many"}, "STEPS=many: allowed: whole numbers of 1 or more"),
+        ([], {"DRY_RUN": "1"}, "DRY_RUN=1: allowed in the quickstarts: command"),  # it trained
     ):
         run, calls = quickstart("train_bapo_quickstart.sh", *flags, **variables)
         (line,) = run.stderr.splitlines()
@@ -259,6 +277,20 @@ def test_overrides_win_over_the_recipe_and_the_command_line_wins_over_both(tree)
     assert values_of(calls["train"], "--train.async_enable") == ["--ckpt.max_num"]  # it has no value
     assert values_of(calls["train"], "--ckpt.max_num") == ["2", "5"]
     assert "comment" not in " ".join(calls["train"])
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    "flag", ["--ckpt.path", "--ckpt.output_dir", "--logger.tensorboard_dir", "--reward.remote_url"]
+)
+def test_a_flag_whose_variable_a_recipe_needs_after_the_training_is_refused(tree, flag, in_file):
+    variable = "REWARD" if "reward" in flag else "RUN"
+    assert values_of(tree.train()[1]["train"], flag)
+    for words in ([flag, "elsewhere"], [f"{flag}=elsewhere"]):
+        (tree.folder / "overrides").write_text(" ".join(words))
+        run, calls = tree.train(OVERRIDES="overrides") if in_file else tree.train(*words)
+        assert (run.returncode, calls) == (2, {})
+        assert run.stderr.startswith(f"{flag}: ") and run.stderr.endswith(f"in its place: {variable}=...\n")
 
 
 def test_overrides_are_split_into_words_as_a_shell_does(tree):
@@ -338,7 +370,7 @@ def test_a_signal_ends_the_client_of_a_submitted_job_and_says_how_to_stop_the_jo
     assert error == f"the job goes on; this ends it at once: {stop}\n"
 
 
-def on_slurm(tree, python: str = "echo 2", **programs: str) -> subprocess.CompletedProcess:
+def on_slurm(tree, python: str = "echo 2", num_nodes: str = "", **programs: str) -> subprocess.CompletedProcess:
     """Run a recipe under Slurm on two nodes; `python` prints the nodes in Ray, `programs` replace the system's."""
     programs |= {
         "scontrol": "echo node1; echo node2",
@@ -351,7 +383,7 @@ def on_slurm(tree, python: str = "echo 2", **programs: str) -> subprocess.Comple
     tree.make(tree.folder / "scripts/setup.sh", "")
     tree.make(tree.folder / "recipe.sh", "echo at $RAY_ADDRESS\n")
     path = f"{tree.folder / 'programs'}:{os.environ['PATH']}"
-    jobs = dict(SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n")
+    jobs = dict(SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="n", NUM_NODES=num_nodes)
     return tree.run("train_bapo_slurm.sh", PATH=path, RECIPE="recipe.sh", **jobs)[0]
 
 
@@ -372,6 +404,13 @@ def test_on_slurm_rays_head_listens_at_an_ipv4_address_that_other_nodes_reach(tr
         assert run.returncode == 1 and run.stderr.startswith("node1: no IPv4 address") and not run.stdout
 
 
+@pytest.mark.parametrize("num_nodes", ["1", "3"])
+def test_on_slurm_another_number_of_nodes_than_the_jobs_is_refused_before_ray_starts(tree, num_nodes):
+    run = on_slurm(tree, num_nodes=num_nodes, hostname="echo 10.0.0.1")
+    assert run.returncode == 2 and not run.stdout
+    assert run.stderr == f"NUM_NODES={num_nodes}: allowed: the 2 nodes of the job, or unset\n"
+
+
 def test_on_slurm_a_head_that_has_died_is_named_although_ray_would_wait_for_it(tree):
     tree.make(tree.folder / ".venv/bin/ray", "#!/usr/bin/env bash\nexit 1\n")
     soon = f'exec {shutil.which("timeout")} 2 "${{@:2}}"'
@@ -389,6 +428,12 @@ def set_up(tree, **environment) -> tuple[subprocess.CompletedProcess, str]:
 def test_set_up_installs_once_per_device(tree):
     installed = [set_up(tree, DEVICE=device)[1] for device in ("cpu", "cpu", "gpu", "gpu", "cpu")]
     assert installed == ["cpu", "", "gpu", "", "cpu"]
+
+
+def test_a_device_that_the_set_up_does_not_know_is_refused_before_the_environment_changes(tree):
+    set_up(tree, DEVICE="gpu")
+    run, calls = tree.run("setup.sh", DEVICE="cuda")  # it removed torch, and the next set-up without a GPU all
+    assert (run.returncode, run.stderr, calls) == (2, "DEVICE=cuda: allowed: cpu, gpu\n", [])
 
 
 def test_set_up_is_for_the_detected_device_unless_one_is_named(tree):

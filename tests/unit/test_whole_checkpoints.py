@@ -72,6 +72,26 @@ def test_each_file_that_deepspeed_wrote_must_be_there_and_whole_or_the_older_che
         file.write_bytes(content)
 
 
+def test_a_checkpoint_of_another_zero_stage_or_number_of_ranks_is_refused_where_deepspeed_would(saved, capsys):
+    directory, argv, _ = saved
+    before = parse(argv).ds.zero_stage
+    other, same = ("2", []) if before == 3 else ("3", ["1", "2"] if before else ["0"])
+    for stage in same:
+        assert parse([*argv, "--ds.zero_stage", stage]).ckpt.resume_from == "global_step4"
+    refused = {f"has --ds.zero_stage {before}, and this run has {other}": ["--ds.zero_stage", other]}
+    one_rank = ["--actor.num_gpus_per_node", "1"]
+    if before:
+        refused |= {"is of 2 ranks (--actor.num_nodes x --actor.num_gpus_per_node), and this run has 1": one_rank}
+    else:
+        assert parse([*argv, *one_rank]).ckpt.resume_from == "global_step4"
+    for reason, given in refused.items():
+        with pytest.raises(SystemExit):
+            parse([*argv, *given])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"can be resumed, because {directory}/ckpt/_actor/global_step4 {reason}" in line
+        parse([*argv, *given, "--ds.use_universal_ckpt"])
+
+
 @pytest.mark.parametrize("latest", [None, "", "global_st", "global_step9"])
 def test_a_name_of_the_latest_checkpoint_that_is_missing_or_cut_off_costs_no_checkpoint(restored, capsys, latest):
     directory, argv, _ = restored
