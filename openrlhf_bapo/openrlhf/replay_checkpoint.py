@@ -214,8 +214,9 @@ def _check_head(folder: Path, head: dict, args: Namespace) -> None:
         raise SavedStateError(f"{folder} has --ds.zero_stage {stage}, and this run has {args.ds.zero_stage}")
     model = folder.parent.name.removeprefix("_")
     grid = getattr(args, model)
-    num_ranks = grid.num_nodes * grid.num_gpus_per_node // args.ds.tensor_parallel_size
-    if stage and head["dp_world_size"] != num_ranks:  # each rank has its part of the optimizer's state
+    num_ranks = grid.num_nodes * grid.num_gpus_per_node
+    # Each rank has its part of the optimizer's state. What DeepSpeed counts with tensor parallelism was not tried.
+    if stage and args.ds.tensor_parallel_size == 1 and head["dp_world_size"] != num_ranks:
         gpus = f"--{model}.num_nodes x --{model}.num_gpus_per_node"
         raise SavedStateError(f"{folder} is of {head['dp_world_size']} ranks ({gpus}), and this run has {num_ranks}")
 
