@@ -229,6 +229,9 @@ def _check_models(args: Namespace, must_exist: bool) -> None:
     config = check_model("--actor.model_name_or_path", actor, must_exist, args.data.apply_chat_template)
     if config is not None:
         _refuse_first(filter(None, [packing_problem(args, config)]))
+        coef = args.actor.aux_loss_coef
+        if coef > 1e-8 and "output_router_logits" not in config.to_dict():  # as OpenRLHF's Actor asks
+            raise FlagError(f"--actor.aux_loss_coef {coef}: a {config.model_type} has no such loss; allowed: 0")
         text = config.get_text_config()
         _refuse_first(find_clashes(args, getattr(text, "num_attention_heads", None), model_length(text)))
         for kind, names in (("critic", critics), ("reward", rewards)):

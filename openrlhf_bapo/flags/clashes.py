@@ -106,6 +106,9 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
     if args.critic.freezing_steps >= 0 and "critic" not in used:
         estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
         yield "critic.freezing_steps", f"{estimator} has no critic, so that these steps train nothing; allowed: -1"
+    if args.actor.aux_loss_coef > 1e-8 and "critic" in used:  # OpenRLHF's threshold
+        effect = "OpenRLHF looks for this loss in the critic's outputs too, which have none"
+        yield "actor.aux_loss_coef", f"{effect}; allowed without --algo.advantage.estimator gae"
     used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
     has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
 

@@ -271,6 +271,8 @@ TOGETHER = r"""
     => --actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32
 --critic.freezing_steps 5
     => --critic.freezing_steps 5: --algo.advantage.estimator group_norm has no critic ... train nothing; allowed: -1
+--algo.advantage.estimator gae --actor.aux_loss_coef 0.001
+    => --actor.aux_loss_coef 0.001: ... the critic's outputs ... allowed without --algo.advantage.estimator gae
 --ds.load_in_4bit => : ... weights of 4 bits
 --ds.lora.rank 8 --train.enable_ema => --ds.lora.rank 8: allowed only without --train.enable_ema
 --ds.lora.rank 8 --ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2
