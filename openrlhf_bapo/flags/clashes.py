@@ -99,6 +99,11 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
     """Find settings of reference model, critic and reward model that OpenRLHF or Ray would refuse, or train nothing."""
     train, ds, num_gpus = args.train, args.ds, num_actor_gpus(args)
     models = ("actor", "ref", "critic", "reward")
+    kl, num_samples = args.algo.kl, args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if kl.target and kl.init_coef > 0 and num_samples >= 5 * kl.horizon:
+        # AdaptiveKLController multiplies the coefficient by 1 + error x samples / horizon, the error from -0.2 to 0.2.
+        effect = f"a rollout's {num_samples} samples can make the KL coefficient negative"
+        yield "algo.kl.horizon", f"counts samples, and {effect}; allowed: {num_samples // 5 + 1} or more"
     grids = {name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node) for name in models}
     flags = {name: f"{name}.num_nodes {name}.num_gpus_per_node" for name in models}
     used = {"ref"} if args.algo.kl.init_coef > 0 else set()
