@@ -306,12 +306,14 @@ def _clashes_of_adapters(args: Namespace) -> Problems:
 
 
 def _clashes_of_muon(args: Namespace) -> Problems:
-    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon, or fails at its first step."""
+    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon, fails at its first step, or computes another."""
     ds, stage = args.ds, args.ds.zero_stage
     fails = {
-        "--ds.zero_stage 3": stage == 3,
+        f"--ds.zero_stage {stage}": stage in (0, 3),  # with 0, the weights' step is their gradient: plain SGD
         "--ds.adam_offload": stage in (1, 2) and ds.adam_offload,
         f"--ds.grad_accum_dtype {ds.grad_accum_dtype}": stage in (1, 2) and _accumulates_in_another_type(ds),
+        # It divides Muon's updates by the scale of the loss, 65536 at first, which they no longer have.
+        "--ds.param_dtype fp16": stage in (1, 2) and ds.param_dtype == "fp16",
     }
     for name in trained_models(args):
         if getattr(args, name).optim == "muon":

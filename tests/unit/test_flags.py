@@ -270,6 +270,9 @@ TOGETHER = r"""
     => --critic.optim muon: DeepSpeed does not have it with --ds.adam_offload
 --actor.optim muon --ds.grad_accum_dtype fp32 --ds.param_dtype bf16
     => --actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32
+--actor.optim muon --ds.zero_stage 0 => --actor.optim muon: DeepSpeed does not have it with --ds.zero_stage 0
+--actor.optim muon --ds.param_dtype fp16
+    => --actor.optim muon: DeepSpeed does not have it with --ds.param_dtype fp16
 --critic.freezing_steps 5
     => --critic.freezing_steps 5: --algo.advantage.estimator group_norm has no critic ... train nothing; allowed: -1
 --algo.advantage.estimator gae --actor.aux_loss_coef 0.001
