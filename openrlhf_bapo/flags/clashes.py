@@ -297,6 +297,11 @@ def _clashes_of_adapters(args: Namespace) -> Problems:
         yield "ds.load_in_4bit", "is not allowed, because the engines cannot load weights of 4 bits"
     if not ds.lora.rank:
         return
+    actor, critic = args.actor.model_name_or_path, args.critic.model_name_or_path
+    is_new = critic == actor or (not critic and (args.reward.remote_url or args.train.agent_func_path))
+    if args.algo.advantage.estimator == "gae" and is_new and ds.lora.target_modules != "all-linear":
+        effect = "the critic's new value head would stay random"  # PEFT freezes a layer without an adapter
+        yield "ds.lora.target_modules", f"{effect}; allowed with --algo.advantage.estimator gae: all-linear"
     if not ds.lora.target_modules:
         yield "ds.lora.target_modules", "is empty; allowed: all-linear, or names of modules, such as q_proj v_proj"
     if args.train.enable_ema:

@@ -283,6 +283,8 @@ TOGETHER = r"""
 --ds.lora.rank 8 --train.enable_ema => --ds.lora.rank 8: allowed only without --train.enable_ema
 --ds.lora.rank 8 --ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2
     => --ds.lora.rank 8: allowed only with --ds.tensor_parallel_size 1, not 2
+--algo.advantage.estimator gae --ds.lora.rank 8 --ds.lora.target_modules q_proj
+    => : the critic's new value head would stay random; allowed with ... gae: all-linear
 --ds.lora.rank 8 --ds.lora.target_modules => : is empty; allowed: all-linear, or names of modules
 """
 
