@@ -99,6 +99,11 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
     """Find settings of reference model, critic and reward model that OpenRLHF or Ray would refuse, or train nothing."""
     train, ds, num_gpus = args.train, args.ds, num_actor_gpus(args)
     models = ("actor", "ref", "critic", "reward")
+    kl, num_samples = args.algo.kl, args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if kl.target and kl.init_coef > 0 and num_samples >= 5 * kl.horizon:
+        # AdaptiveKLController multiplies the coefficient by 1 + error x samples / horizon, the error from -0.2 to 0.2.
+        effect = f"a rollout's {num_samples} samples can make the KL coefficient negative"
+        yield "algo.kl.horizon", f"counts samples, and {effect}; allowed: {num_samples // 5 + 1} or more"
     grids = {name: (getattr(args, name).num_nodes, getattr(args, name).num_gpus_per_node) for name in models}
     flags = {name: f"{name}.num_nodes {name}.num_gpus_per_node" for name in models}
     used = {"ref"} if args.algo.kl.init_coef > 0 else set()
@@ -106,6 +111,9 @@ def _clashes_of_other_models(args: Namespace) -> Problems:
     if args.critic.freezing_steps >= 0 and "critic" not in used:
         estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
         yield "critic.freezing_steps", f"{estimator} has no critic, so that these steps train nothing; allowed: -1"
+    if args.actor.aux_loss_coef > 1e-8 and "critic" in used:  # OpenRLHF's threshold
+        effect = "OpenRLHF looks for this loss in the critic's outputs too, which have none"
+        yield "actor.aux_loss_coef", f"{effect}; allowed without --algo.advantage.estimator gae"
     used |= set() if args.reward.remote_url or train.agent_func_path else {"reward"}
     has_pair = train.colocate_critic_reward and "critic" in used  # critic and reward model on GPUs of their own
 
@@ -289,6 +297,11 @@ def _clashes_of_adapters(args: Namespace) -> Problems:
         yield "ds.load_in_4bit", "is not allowed, because the engines cannot load weights of 4 bits"
     if not ds.lora.rank:
         return
+    actor, critic = args.actor.model_name_or_path, args.critic.model_name_or_path
+    is_new = critic == actor or (not critic and (args.reward.remote_url or args.train.agent_func_path))
+    if args.algo.advantage.estimator == "gae" and is_new and ds.lora.target_modules != "all-linear":
+        effect = "the critic's new value head would stay random"  # PEFT freezes a layer without an adapter
+        yield "ds.lora.target_modules", f"{effect}; allowed with --algo.advantage.estimator gae: all-linear"
     if not ds.lora.target_modules:
         yield "ds.lora.target_modules", "is empty; allowed: all-linear, or names of modules, such as q_proj v_proj"
     if args.train.enable_ema:
@@ -298,12 +311,14 @@ def _clashes_of_adapters(args: Namespace) -> Problems:
 
 
 def _clashes_of_muon(args: Namespace) -> Problems:
-    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon, or fails at its first step."""
+    """Find settings of OpenRLHF's with which DeepSpeed refuses Muon, fails at its first step, or computes another."""
     ds, stage = args.ds, args.ds.zero_stage
     fails = {
-        "--ds.zero_stage 3": stage == 3,
+        f"--ds.zero_stage {stage}": stage in (0, 3),  # with 0, the weights' step is their gradient: plain SGD
         "--ds.adam_offload": stage in (1, 2) and ds.adam_offload,
         f"--ds.grad_accum_dtype {ds.grad_accum_dtype}": stage in (1, 2) and _accumulates_in_another_type(ds),
+        # It divides Muon's updates by the scale of the loss, 65536 at first, which they no longer have.
+        "--ds.param_dtype fp16": stage in (1, 2) and ds.param_dtype == "fp16",
     }
     for name in trained_models(args):
         if getattr(args, name).optim == "muon":

@@ -10,6 +10,7 @@ from operator import attrgetter
 import pipeline
 import pytest
 import refusals
+from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 
 from openrlhf_bapo import ClipConfig, SmoothingConfig
 from openrlhf_bapo.flags import arguments
@@ -269,12 +270,21 @@ TOGETHER = r"""
     => --critic.optim muon: DeepSpeed does not have it with --ds.adam_offload
 --actor.optim muon --ds.grad_accum_dtype fp32 --ds.param_dtype bf16
     => --actor.optim muon: DeepSpeed does not have it with --ds.grad_accum_dtype fp32
+--actor.optim muon --ds.zero_stage 0 => --actor.optim muon: DeepSpeed does not have it with --ds.zero_stage 0
+--actor.optim muon --ds.param_dtype fp16
+    => --actor.optim muon: DeepSpeed does not have it with --ds.param_dtype fp16
 --critic.freezing_steps 5
     => --critic.freezing_steps 5: --algo.advantage.estimator group_norm has no critic ... train nothing; allowed: -1
+--algo.advantage.estimator gae --actor.aux_loss_coef 0.001
+    => --actor.aux_loss_coef 0.001: ... the critic's outputs ... allowed without --algo.advantage.estimator gae
+--algo.kl.init_coef 0.01 --algo.kl.target 0.1 --algo.kl.horizon 12
+    => --algo.kl.horizon 12: ... 64 samples can make the KL coefficient negative; allowed: 13 or more
 --ds.load_in_4bit => : ... weights of 4 bits
 --ds.lora.rank 8 --train.enable_ema => --ds.lora.rank 8: allowed only without --train.enable_ema
 --ds.lora.rank 8 --ds.tensor_parallel_size 2 --actor.num_gpus_per_node 2
     => --ds.lora.rank 8: allowed only with --ds.tensor_parallel_size 1, not 2
+--algo.advantage.estimator gae --ds.lora.rank 8 --ds.lora.target_modules q_proj
+    => : the critic's new value head would stay random; allowed with ... gae: all-linear
 --ds.lora.rank 8 --ds.lora.target_modules => : is empty; allowed: all-linear, or names of modules
 """
 
@@ -299,6 +309,16 @@ def test_a_value_or_a_clash_with_openrlhfs_flags_is_refused_in_one_line_before_r
 ):
     line = pipeline.refusal(refusals.argv(tmp_path, flags), capsys)
     assert refusals.says(line, said), line
+
+
+def test_the_shortest_allowed_horizon_keeps_the_kl_coefficient_positive(tmp_path):
+    args = pipeline.parse(refusals.argv(tmp_path, "--algo.kl.init_coef 0.01 --algo.kl.target 0.1 --algo.kl.horizon 13"))
+    coefficients = []
+    for horizon in (args.algo.kl.horizon - 1, args.algo.kl.horizon):
+        controller = AdaptiveKLController(0.01, args.algo.kl.target, horizon)
+        controller.update(0.0, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+        coefficients.append(controller.value)
+    assert coefficients[0] < 0 < coefficients[1]
 
 
 def test_every_flag_has_its_documented_default():

@@ -29,6 +29,7 @@ from openrlhf_bapo.openrlhf.replay_checkpoint import _replay_fingerprint
 
 FLAGS = r"""
 --data.max_len 4096 => : the model has 128 positions
+--actor.aux_loss_coef 0.001 => : a qwen2 has no such loss; allowed: 0
 --actor.model_name_or_path /nowhere/model => : no such folder
 --actor.model_name_or_path runs/nowhere/model => : no such folder
 --data.prompt_dataset nowhere.jsonl => : no such file
@@ -524,6 +525,10 @@ WARNINGS = [
         lambda directory, monkeypatch: (
             monkeypatch.chdir(directory) or f"{prompts(ROW * 9)(directory, None)},train.jsonl --data.max_samples 9"
         ),
+    ),
+    (
+        "--reward.clip_range 0 1: clips no reward, but what --algo.advantage.estimator group_norm makes of it",
+        "--reward.clip_range 0 1",
     ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     (
