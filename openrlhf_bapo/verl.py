@@ -11,7 +11,8 @@ all data-parallel ranks give the bounds. Then verl makes its own optimizer step 
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,12 @@ class BapoPolicyLossConfig(PolicyLossConfig):
             raise ValueError(
                 f"policy_loss.loss_mode {self.loss_mode!r} is not allowed with BAPO's config; set it to bapo"
             )
+        for name in ("search", "rule_settings"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise ValueError(f"policy_loss.{name} {given!r} is not allowed; it must be a mapping, such as {{}}")
+        for name, kind, allowed in (("rule", str | None, "a name or None"), ("tapered", bool, "True or False")):
+            if not isinstance(given := getattr(self, name), kind):
+                raise ValueError(f"policy_loss.{name} {given!r} is not allowed; it must be {allowed}")
         self.update = _Update(self._bapos_rule() if self.rule is None else self._other_rule(self.rule))
         if self.tapered and self.update.rule.has_weights:
             raise ValueError(
@@ -82,10 +89,14 @@ class BapoPolicyLossConfig(PolicyLossConfig):
     def _bapos_rule(self) -> ClipRule:
         if self.rule_settings:
             raise ValueError(f"policy_loss.rule_settings {dict(self.rule_settings)} is not allowed without rule")
-        given = dict(self.search)
-        if self.smoothing:
-            given["smoothing"] = SmoothingConfig(**self.smoothing)
-        if self.scope:
+        given = _known("search", self.search, ClipConfig)
+        for name in ("smoothing", "scope"):
+            if given.get(name) is not None:
+                raise ValueError(f"policy_loss.search {name} {given[name]!r}: allowed as policy_loss.{name}")
+        if self.smoothing is not None:
+            smoothing = _known("smoothing", self.smoothing, SmoothingConfig)
+            given["smoothing"] = SmoothingConfig(**{"half_life": None} | smoothing)
+        if self.scope is not None:
             given["scope"] = self.scope
         config = replace(ClipConfig.preset(self.preset), **given)
         print(f"openrlhf-bapo: verl's policy loss is bapo, scope {config.scope}, {config}", flush=True)
@@ -111,6 +122,17 @@ class BapoPolicyLossConfig(PolicyLossConfig):
         settings |= self.rule_settings
         print(f"openrlhf-bapo: verl's policy loss is bapo, rule {given}, {settings}", flush=True)
         return make_rule(name, settings)
+
+
+def _known(name: str, given: Any, config: type) -> dict:
+    """Return a setting of the policy loss whose keys are fields of a config; ValueError for another key."""
+    allowed = [field.name for field in fields(config)]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"policy_loss.{name} {given!r} is not allowed; it must be a mapping with {', '.join(allowed)}")
+    for key in given:
+        if key not in allowed:
+            raise ValueError(f"policy_loss.{name} {key!r} is unknown; allowed: {', '.join(allowed)}")
+    return dict(given)
 
 
 class _Update(RuleUpdates):

@@ -22,9 +22,10 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from openrlhf_bapo.flags.mistakes import exit_with_one_line
 from openrlhf_bapo.offpolicy.saved_pool import SavedStateError, has_saved_state
+from openrlhf_bapo.rules.clip_rules import ClipRule
 from openrlhf_bapo.rules.own_rules import absolute
 from openrlhf_bapo.rules.saved_rule import load_rule
-from openrlhf_bapo.verl import BapoPolicyLossConfig
+from openrlhf_bapo.verl import VENDOR, BapoPolicyLossConfig
 
 GRPO = ("grpo", "grpo_vectorized")
 """verl's estimators that divide by a group's deviation."""
@@ -75,15 +76,17 @@ def _check(config: DictConfig) -> None:
         raise ValueError("trainer.use_v1 False: only True is allowed; groups of equal rewards would have advantages")
     settings = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss, resolve=True)
     assert isinstance(settings, dict)
-    if settings.pop("_target_", "") != f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}":
+    target = f"{BapoPolicyLossConfig.__module__}.{BapoPolicyLossConfig.__name__}"
+    if settings.pop("_target_", "") != target:
+        if settings.get("loss_mode") == "bapo":
+            raise ValueError(f"policy_loss.loss_mode bapo: allowed only with policy_loss._target_ {target}")
         return
     loss = BapoPolicyLossConfig(**settings)
     rule = loss.update.rule
-    if (strategy := config.actor_rollout_ref.actor.strategy) not in ("fsdp", "fsdp2"):
-        raise ValueError(f"actor_rollout_ref.actor.strategy {strategy}: with BAPO only fsdp and fsdp2 are allowed")
     correction = config.algorithm.get("rollout_correction") or {}
     if loss.tapered:
         _check_weights(correction)
+    _check_others(config, rule, correction)
     if loss.tapered or correction.get("bypass_mode"):
         user = "policy_loss.tapered" if loss.tapered else "algorithm.rollout_correction.bypass_mode"
         rollout, processed = config.actor_rollout_ref.rollout, "processed_logprobs"
@@ -91,7 +94,7 @@ def _check(config: DictConfig) -> None:
         for name, is_allowed, allowed in (
             ("top_p", rollout.top_p == 1, "1"),
             ("top_k", rollout.top_k in (-1, 0), "-1"),
-            ("temperature", 0.01 <= rollout.temperature <= 2, "from 0.01 to 2"),
+            ("temperature", rollout.temperature is not None and 0.01 <= rollout.temperature <= 2, "from 0.01 to 2"),
             ("calculate_log_probs", rollout.calculate_log_probs, "True"),
             ("logprobs_mode", rollout.temperature == 1 or rollout.logprobs_mode == processed, processed),
         ):
@@ -111,6 +114,33 @@ def _check(config: DictConfig) -> None:
         load_rule(rule, saved)
 
 
+def _check_others(config: DictConfig, rule: ClipRule, correction: Mapping) -> None:
+    """Refuse settings of verl that the rule's loss would not use, or with which it would not be used."""
+    if (vendor := os.environ["VERL_ENGINE_VENDOR"]) != VENDOR:
+        raise ValueError(f"VERL_ENGINE_VENDOR {vendor}: with BAPO only {VENDOR} is allowed")
+    actor, name, dual_clip = config.actor_rollout_ref.actor, "actor_rollout_ref.actor.", rule.config.dual_clip
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        raise ValueError(f"{name}strategy {actor.strategy}: with BAPO only fsdp and fsdp2 are allowed")
+    for bound in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+        if (given := actor[bound]) not in (0.2, None):
+            raise ValueError(f"{name}{bound} {given}: with BAPO only verl's default 0.2 is allowed, which is not used")
+    if type(given := actor.clip_ratio_c) not in (int, float) or not given > 1:
+        raise ValueError(f"{name}clip_ratio_c {given}: only a number above 1 is allowed")
+    if dual_clip is not None and given not in (3.0, dual_clip):
+        raise ValueError(f"{name}clip_ratio_c {given}: allowed as policy_loss.search.dual_clip, here {dual_clip}")
+    if correction.get("bypass_mode"):
+        for option, allowed in (("rollout_is", None), ("rollout_rs", None), ("loss_type", "ppo_clip")):
+            if (given := correction.get(option, allowed)) != allowed:
+                raise ValueError(
+                    f"algorithm.rollout_correction.{option} {given}: with BAPO in bypass_mode only {allowed} is allowed"
+                )
+    if config.distillation.enabled and not config.distillation.distillation_loss.use_task_rewards:
+        raise ValueError(
+            "distillation.distillation_loss.use_task_rewards False: with BAPO only True is allowed; "
+            "verl would not use the policy loss"
+        )
+
+
 def _check_weights(correction: Mapping) -> None:
     """Refuse settings of verl's rollout correction without weights s, or from which the loss cannot take min(s, 1)."""
     name = "algorithm.rollout_correction."
@@ -122,7 +152,7 @@ def _check_weights(correction: Mapping) -> None:
     threshold = correction.get("rollout_is_threshold", 2.0)
     try:
         is_allowed = float(threshold) >= 1
-    except ValueError:  # "LOW_HIGH", which drops tokens
+    except (ValueError, TypeError):  # "LOW_HIGH", which drops tokens, or null
         is_allowed = False
     if not is_allowed:
         raise ValueError(

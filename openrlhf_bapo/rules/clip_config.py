@@ -4,7 +4,9 @@ Bounds are importance ratios (1 = on-policy), not distances from 1.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from numbers import Real
 
 CONTRIBUTIONS = ("surrogate", "gradient")
 ORDERS = ("upper_first", "lower_first")
@@ -12,6 +14,11 @@ TARGET_KINDS = ("share", "ratio")
 SCOPES = ("update", "micro_batch")
 AVERAGES = ("bounds", "tally")
 MAX_GRID_STEPS = 1000
+
+
+def _is_number(value: object) -> bool:
+    """Say whether a value is a number: YAML has texts and truth values too."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -29,12 +36,15 @@ class SmoothingConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError, which names the field, its value and what is allowed."""
-        if not 0 < self.half_life < math.inf:
-            raise ValueError(f"half_life {self.half_life} is not allowed; it must be above 0 and finite")
+        if not _is_number(self.half_life) or not 0 < self.half_life < math.inf:
+            raise ValueError(f"half_life {self.half_life!r} is not allowed; it must be a number above 0, and finite")
         if self.of not in AVERAGES:
             raise ValueError(f"of {self.of!r} is not allowed; it must be one of {AVERAGES}")
         if self.start is not None:  # YAML has lists, and a search is looked up by its settings
-            object.__setattr__(self, "start", tuple(self.start))
+            start = tuple(self.start) if isinstance(self.start, Iterable) else ()
+            if len(start) != 2 or not all(map(_is_number, start)):
+                raise ValueError(f"start {self.start!r} is not allowed; it must be two numbers, (lower, upper)")
+            object.__setattr__(self, "start", start)
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ class ClipConfig:
         Raises:
             ValueError: if no preset has this name.
         """
-        if name not in PRESETS:
+        if name not in tuple(PRESETS):  # YAML has lists, which no dictionary looks up
             raise ValueError(f"preset {name!r} is unknown; allowed: {', '.join(PRESETS)}")
         return PRESETS[name]
 
@@ -100,8 +110,8 @@ class ClipConfig:
         """Raise ValueError, which names the field, its value and what is allowed."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is float and not math.isfinite(value):
-                raise ValueError(f"{field.name} {value} is not allowed; it must be finite")
+            if field.type is float and not (_is_number(value) and math.isfinite(value)):
+                raise ValueError(f"{field.name} {value!r} is not allowed; it must be a finite number")
         target = self.positive_contribution_target
         if self.target_kind == "share" and not 0 < target < 1:
             raise ValueError(f"positive_contribution_target {target} is not allowed; it must lie in (0, 1)")
@@ -132,8 +142,8 @@ class ClipConfig:
             least = (stop - start) / MAX_GRID_STEPS
             if step <= 0 or step < least:
                 raise ValueError(f"ratio_{side}_step {step} is not allowed; it must be above 0 and at least {least:g}")
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip {self.dual_clip} is not allowed; it must be None, or above 1 and finite")
+        if (dual := self.dual_clip) is not None and not (_is_number(dual) and 1 < dual < math.inf):
+            raise ValueError(f"dual_clip {dual!r} is not allowed; it must be None, or a number above 1, and finite")
         self._check_smoothing()
 
     def _check_smoothing(self) -> None:

@@ -279,9 +279,10 @@ def as_clip_rule(given: ClipRule | ClipConfig | str) -> ClipRule:
         return given
     if isinstance(given, ClipConfig):
         return make_clip_rule(given)
-    if given in PRESETS:
-        return make_clip_rule(PRESETS[given])
-    name = given if given in RULES else located(given)
+    name = given if isinstance(given, str) else ""
+    if name in PRESETS:
+        return make_clip_rule(PRESETS[name])
+    name = name if name in RULES else located(name)
     if name not in RULES and not is_own_rule(name):
         allowed = *PRESETS, *RULES, *installed_rules(), "FILE.py:CLASS", "MODULE:CLASS"
         raise ValueError(f"clip rule {given!r} is unknown; allowed: {', '.join(allowed)}")

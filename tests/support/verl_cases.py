@@ -22,6 +22,7 @@ import trl.experimental.ppo
 import verl
 import verl_cpu  # noqa: F401
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from ranks import on_ranks
 from reference import expected_entropy, expected_step
 from tensordict import TensorDict
@@ -412,6 +413,7 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         ("rollout_is_batch_normalize=True", "only False"),
         ("rollout_is_threshold=0.5", "only a number of at least 1"),
         ("rollout_is_threshold=0.5_2.0", "only a number of at least 1"),
+        ("rollout_is_threshold=null", "only a number of at least 1"),
         ("rollout_is=null", "only token and sequence"),
         ("bypass_mode=True", "only False"),
     ):
@@ -424,6 +426,7 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         (bypass, f"{weights}.bypass_mode", "top_p", "0.9", 1),
         (bypass, f"{weights}.bypass_mode", "top_k", "50", -1),
         (bypass, f"{weights}.bypass_mode", "temperature", "0.0", "from 0.01 to 2"),
+        (bypass, f"{weights}.bypass_mode", "temperature", "null", "from 0.01 to 2"),
         (bypass, f"{weights}.bypass_mode", "calculate_log_probs", "False", True),
         (
             [*bypass, f"{rollout}.temperature=0.9"],
@@ -436,13 +439,41 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
         (tapered, "policy_loss.tapered", "calculate_log_probs", "False", True),
     ):
         code, error = one_line_of([*given, f"{rollout}.{name}={value}"], monkeypatch, capsys)
-        said = f"{rollout}.{name} {value}: with {user} only {allowed} is allowed"
+        said = f"{rollout}.{name} {value.replace('null', 'None')}: with {user} only {allowed} is allowed"
         assert code == 2 and error.count("\n") == 1 and said in error, error
     for allowed in ("top_k=0", "logprobs_mode=raw_logprobs"):
         assert one_line_of([*bypass, f"{rollout}.{allowed}"], monkeypatch, capsys) == (None, "")
     assert one_line_of([*ours, f"{rollout}.top_p=0.9"], monkeypatch, capsys) == (None, "")
+    actor, given = "actor_rollout_ref.actor", "distillation.distillation_loss.use_task_rewards"
+    for wrong, said in (
+        ([f"{actor}.clip_ratio=0.3"], f"{actor}.clip_ratio 0.3: with BAPO only verl's default 0.2"),
+        ([f"{actor}.clip_ratio_high=0.28"], f"{actor}.clip_ratio_high 0.28: with BAPO only verl's default 0.2"),
+        ([f"{actor}.clip_ratio_c=1"], f"{actor}.clip_ratio_c 1: only a number above 1"),
+        ([f"{actor}.clip_ratio_c=null"], f"{actor}.clip_ratio_c None: only a number above 1"),
+        ([f"{actor}.clip_ratio_c=10", f"{loss}.preset=steady"], "allowed as policy_loss.search.dual_clip, here 3.0"),
+        (["distillation.enabled=True", f"{given}=False"], f"{given} False: with BAPO only True"),
+    ):
+        code, error = one_line_of([*ours[:3], *wrong], monkeypatch, capsys)
+        assert code == 2 and error.count("\n") == 1 and said in error, error
+    for option, value, allowed in (
+        ("rollout_is", "token", None),
+        ("rollout_rs", "token_k1", None),
+        ("loss_type", "reinforce", "ppo_clip"),
+    ):
+        code, error = one_line_of([*bypass, f"{weights}.{option}={value}"], monkeypatch, capsys)
+        said = f"{weights}.{option} {value}: with BAPO in bypass_mode only {allowed} "
+        assert code == 2 and error.count("\n") == 1 and said in error, error
+    for allowed in (f"{actor}.clip_ratio_c=1e6", f"{actor}.clip_ratio_low=null", "distillation.enabled=True"):
+        assert one_line_of([*ours, allowed], monkeypatch, capsys) == (None, "")
+    with monkeypatch.context() as patch:
+        patch.setenv("VERL_ENGINE_VENDOR", "mine")
+        code, error = one_line_of(ours, monkeypatch, capsys)
+        assert code == 2 and "VERL_ENGINE_VENDOR mine: with BAPO only bapo is allowed" in error, error
     for wrong, said in (
         (f"{loss}.preset=mine", "preset 'mine' is unknown"),
+        (f"{loss}.smoothing={{half_life: 5, start: [0.7]}}", "start [0.7] is not allowed; it must be two numbers"),
+        (f"+{loss}.search.ratio_upper_max='3'", "ratio_upper_max '3' is not allowed; it must be a finite number"),
+        (f"+{loss}.search.smoothing={{half_life: 5}}", "policy_loss.search smoothing {'half_life': 5}: allowed as"),
         ("trainer.use_v1=False", "trainer.use_v1 False: only True is allowed"),
         ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.actor.strategy veomni: with BAPO only fsdp"),
         (f"+{loss}.rule=nowhere.py:Mine", "nowhere.py:Mine: no file nowhere.py"),
@@ -450,6 +481,17 @@ def test_our_command_refuses_a_wrong_setting_and_a_checkpoint_of_another_rule_in
     ):
         code, error = one_line_of([*ours, wrong], monkeypatch, capsys)
         assert code == 2 and error.count("\n") == 1 and said in error, error
+
+
+def test_our_command_refuses_the_loss_without_our_target_which_workers_would_not_know():
+    from openrlhf_bapo import verl_main
+
+    policy_loss = dict(_target_="verl.workers.config.PolicyLossConfig", loss_mode="bapo")
+    config = OmegaConf.create(
+        dict(trainer=dict(use_v1=True), actor_rollout_ref=dict(actor=dict(policy_loss=policy_loss)))
+    )
+    with pytest.raises(ValueError, match="loss_mode bapo: allowed only with policy_loss"):
+        verl_main._check(config)
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized"])
@@ -593,6 +635,17 @@ def test_the_examples_config_is_verls_with_bapos_loss_and_chooses_its_engine(tmp
         (dict(rule="m2", rule_settings=dict(budget="much")), "budget 'much': allowed: float"),
         (dict(rule_settings=dict(budget=1.0)), "rule_settings .*not allowed without rule"),
         (dict(search=dict(ratio_lower_max=2.0)), "ratio_lower_max 2.0 is not allowed"),
+        (dict(search=dict(ratio=2.0)), "policy_loss.search 'ratio' is unknown; allowed: positive_contribution_target"),
+        (dict(search=dict(scope="update"), scope="micro_batch"), "search scope 'update': allowed as policy_loss.scope"),
+        (dict(search=None), "policy_loss.search None is not allowed; it must be a mapping"),
+        (dict(smoothing=20), "policy_loss.smoothing 20 is not allowed; it must be a mapping with half_life"),
+        (dict(preset="steady", smoothing=False), "policy_loss.smoothing False is not allowed"),
+        (dict(smoothing=dict(halflife=2)), "policy_loss.smoothing 'halflife' is unknown; allowed: half_life, of, "),
+        (dict(smoothing=dict(of="tally")), "half_life None is not allowed"),
+        (dict(rule="m2", rule_settings=None), "policy_loss.rule_settings None is not allowed"),
+        (dict(rule=["m2"]), r"policy_loss.rule \['m2'\] is not allowed"),
+        (dict(preset=["paper"]), r"preset \['paper'\] is unknown"),
+        (dict(tapered="false"), "policy_loss.tapered 'false' is not allowed; it must be True or False"),
         (dict(rule="own_rules:Mines"), "own_rules has no class 'Mines'"),
         (dict(rule="topr", tapered=True), "policy_loss.tapered True is not allowed with rule topr"),
     ],

@@ -183,11 +183,31 @@ def test_presets_hold_the_published_settings_in_every_field():
         (dict(dual_clip=1.0), "dual_clip 1.0 .*above 1"),
         (dict(dual_clip=math.nan), "dual_clip nan .*finite"),
         (dict(scope="micro_batch", smoothing=SmoothingConfig(2.0)), "scope 'micro_batch' .*with smoothing"),
+        # As YAML may have them.
+        (dict(ratio_upper_max="3"), "ratio_upper_max '3' .*a finite number"),
+        (dict(ratio_lower_max=True), "ratio_lower_max True .*a finite number"),
+        (dict(ratio_lower_step=None), "ratio_lower_step None .*a finite number"),
+        (dict(dual_clip="3"), "dual_clip '3' .*None, or a number above 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_field_value_and_range(settings, message):
     with pytest.raises(ValueError, match=message):
         ClipConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(half_life="20"), "half_life '20' .*a number above 0"),
+        (dict(half_life=True), "half_life True .*a number above 0"),
+        (dict(start=[0.7]), r"start \[0.7\] .*two numbers, \(lower, upper\)"),
+        (dict(start=0.7), "start 0.7 .*two numbers"),
+        (dict(start=["0.7", "1.3"]), r"start \['0.7', '1.3'\] .*two numbers"),
+    ],
+)
+def test_smoothing_that_cannot_be_is_refused_with_field_value_and_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SmoothingConfig(**dict(half_life=2.0) | settings)
 
 
 def test_settings_at_the_edge_of_what_is_allowed_are_taken():

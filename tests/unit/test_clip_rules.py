@@ -1,6 +1,7 @@
 """Clip rules: what all of them promise, and that a preset is the same rule in every framework."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -344,6 +345,12 @@ def test_a_rule_is_given_to_trl_by_its_name_its_settings_or_itself(directory):
         assert rule.config == ClipConfig.preset(name) and rule.follows_updates == (name == "steady")
     with pytest.raises(ValueError, match=r"clip rule 'mine' is unknown; allowed: readme, .*, m2, .*, balanced"):
         BapoGRPOTrainer(**trainers, bapo="mine")
+
+
+@pytest.mark.parametrize("given", [None, 3, ["paper"], {"preset": "paper"}, ClipConfig])
+def test_what_is_no_rule_is_refused_by_its_value(given):
+    with pytest.raises(ValueError, match=re.escape(f"clip rule {given!r} is unknown; allowed: readme, ")):
+        as_clip_rule(given)
 
 
 def test_the_released_recipe_counts_tokens_in_trl_where_the_loss_is_a_mean_of_each_response(directory, monkeypatch):
