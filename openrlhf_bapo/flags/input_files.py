@@ -167,19 +167,19 @@ def _mistake_of(prompt: str | list, apply_chat_template: bool) -> tuple[str, str
     if not users:
         shown = json.dumps(prompt, default=str)[:40]
         return "have no message with the role user and a content; templates may leave out all others", shown
-    if prompt[-1].get("role") == "assistant":
+    if isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
         return "end with the assistant's answer, which the model sees", json.dumps(prompt[-1], default=str)[:40]
     return None
 
 
 def check_joined(names: list[str], where: str) -> None:
     """Refuse data files, of those that exist, whose columns of one name have different types: OpenRLHF joins them."""
-    import datasets
-
     kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     files = [name for name in names if Path(name).suffix in kinds and Path(name).is_file()]
     if len(files) < 2:
         return
+    import datasets  # takes seconds
+
     try:  # streaming reads only the start of each file
         datasets.concatenate_datasets(
             [
