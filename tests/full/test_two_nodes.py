@@ -119,14 +119,14 @@ def test_a_recipe_submitted_from_outside_trains_on_two_nodes_on_responses_of_a_t
     for file in recording.iterdir():  # of earlier runs
         file.unlink()
     sizes = dict(rollout__vllm_generate_batch_size=16, rollout__temperature=1, train__max_tokens_per_gpu=2048)
-    own_folders = dict(ckpt__path=None, ckpt__output_dir=None, logger__tensorboard_dir=None)
+    of_recipe = dict(ckpt__path=None, ckpt__output_dir=None, logger__tensorboard_dir=None, reward__remote_url=None)
     flags = partial.flags(
         directory,
         partial__oversample=2,
         actor__num_nodes=2,
         ds__zero_stage=2,  # whose weights are recorded
         ds__param_dtype="fp32",
-        **partial.ASYNC | sizes | own_folders,
+        **partial.ASYNC | sizes | of_recipe,
     )
     with cluster.joined():
         # The command starts cold where the job runs.
@@ -138,6 +138,7 @@ def test_a_recipe_submitted_from_outside_trains_on_two_nodes_on_responses_of_a_t
             tree=pipeline.REPOSITORY,
             SUBMIT=cluster.jobs_url,
             METHOD="bapo",
+            REWARD=directory / "reward.py",
         )
     (log,) = (directory / "submitted").glob("train-*.log")
     assert cluster.jobs_url in log.read_text().splitlines()[0]
