@@ -17,6 +17,7 @@ import glob
 import itertools
 import os
 import queue
+import types
 
 import wrapt
 
@@ -76,15 +77,32 @@ def _publish_amid_responses(trainer_async) -> None:
     upstream_fit, upstream_init, upstream = generator.fit, trainer.__init__, trainer.broadcast_to_vllm
     all_generated = f"{FOLDER}/all-generated"  # no rollout begins after the last prompts
 
+    class Slots(queue.SimpleQueue):
+        def __init__(self, free_slots) -> None:
+            self.free_slots = free_slots
+
+        def put(self, slot, block: bool = True) -> None:
+            if isinstance(slot, tuple):  # the last step, for which the generator waits
+                self.free_slots.put(slot, block=block)
+            else:
+                super().put(slot)
+
     @functools.wraps(upstream_fit)
     def fit(self, *args, **kwargs) -> None:
+        rollout_queue = self.rollout_queue
+
+        def put(payload, block: bool) -> None:
+            if isinstance(payload, str):  # the generator has made its last rollout
+                open(all_generated, "w").close()
+            rollout_queue.put(payload, block=block)
+
+        self.rollout_queue = types.SimpleNamespace(put=put)
         upstream_fit(self, *args, **kwargs)
-        open(all_generated, "w").close()
 
     @functools.wraps(upstream_init)
     def init(self, *args, **kwargs) -> None:
         upstream_init(self, *args, **kwargs)
-        self.free_slots, self.rollout_slots = self.rollout_slots, queue.SimpleQueue()
+        self.free_slots, self.rollout_slots = self.rollout_slots, Slots(self.rollout_slots)
 
     @functools.wraps(upstream)
     def broadcast_to_vllm(self) -> None:
