@@ -71,7 +71,6 @@ def check(args: Namespace, given: set[str], depth: int) -> None:
     _check_useless(vars(args), given)
     _refuse_first(find_clashes(nested))
     _warn_of_values(vars(args), given)
-    _warn_of_clipped_advantages(vars(args), given)
     _warn_of_left_samples(nested)
     _say_what_the_ratio_is_against(vars(args), nested, given)
     if depth >= FILES:
@@ -147,16 +146,6 @@ def _warn_of_values(values: dict, given: set[str]) -> None:
         )
     if values["ckpt.max_num"] == 1 and values["ckpt.save_steps"] != -1:
         warn("--ckpt.max_num 1: OpenRLHF removes the only checkpoint before it writes the next; usual: 2 or more")
-
-
-def _warn_of_clipped_advantages(values: dict, given: set[str]) -> None:
-    """Warn if a range for rewards is applied to what an estimator with a baseline makes of them."""
-    if "reward.clip_range" in given and (estimator := values["algo.advantage.estimator"]) not in ("gae", "reinforce"):
-        low, high = values["reward.clip_range"]
-        warn(
-            f"--reward.clip_range {low:g} {high:g}: clips no reward, but what --algo.advantage.estimator {estimator} "
-            "makes of it: OpenRLHF subtracts the baseline first"
-        )
 
 
 def _say_what_the_ratio_is_against(values: dict, args: Namespace, given: set[str]) -> None:

@@ -526,10 +526,6 @@ WARNINGS = [
             monkeypatch.chdir(directory) or f"{prompts(ROW * 9)(directory, None)},train.jsonl --data.max_samples 9"
         ),
     ),
-    (
-        "--reward.clip_range 0 1: clips no reward, but what --algo.advantage.estimator group_norm makes of it",
-        "--reward.clip_range 0 1",
-    ),
     ("--actor.adam.lr 1.0 is a high learning rate", "--actor.adam.lr 1"),
     (
         "--actor.lr_warmup_ratio 0.1 does nothing with --actor.lr_scheduler constant",
